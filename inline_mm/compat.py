@@ -4,6 +4,8 @@ Only the metadata of installed distributions and the loading of mmcv's compiled 
 mmdet and mmseg are not imported.
 """
 
+from __future__ import annotations
+
 import importlib
 import sys
 import warnings
@@ -144,7 +146,7 @@ def check_stack() -> None:
             install.
     """
     found = installed_distributions()
-    if sys.version_info < (3, 10):
+    if sys.version_info < (3, 10):  # noqa: UP036 (a source tree on the path has met no pip)
         _fail(['Python >= 3.10 is needed'], found)
     missing = missing_packages()
     if missing:
