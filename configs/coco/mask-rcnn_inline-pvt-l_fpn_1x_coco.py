@@ -1,0 +1,2 @@
+_base_ = './mask-rcnn_inline-pvt-t_fpn_1x_coco.py'
+model = dict(backbone=dict(arch='large'))

@@ -1,0 +1,193 @@
+"""What the training and testing tools do before they hand a config to mmengine's Runner."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import pickle
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from mmengine.config import Config, DictAction
+from mmengine.hub import get_config
+from mmengine.logging import HistoryBuffer, print_log
+from mmengine.registry import RUNNERS
+from mmengine.runner import Runner
+
+
+def add_common_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that training and testing share, as mmdet and mmseg name them."""
+    parser.add_argument(
+        '--work-dir',
+        help='folder for logs, checkpoints and results; defaults '
+        'to the work_dir of the config, or else work_dirs/CONFIG_NAME',
+    )
+    parser.add_argument(
+        '--cfg-options',
+        nargs='+',
+        action=DictAction,
+        metavar='KEY=VALUE',
+        help='settings that replace those of the config, such as '
+        'train_cfg.max_epochs=24 or key="[a,b]" (no spaces inside)',
+    )
+    parser.add_argument(
+        '--launcher',
+        choices=['none', 'pytorch', 'slurm', 'mpi'],
+        default='none',
+        help='what starts the processes of a distributed run',
+    )
+    # Passed by `torch.distributed.launch`.
+    parser.add_argument('--local_rank', '--local-rank', type=int, default=0, help=argparse.SUPPRESS)
+
+
+def load_config(config: str, options: dict | None = None) -> Config:
+    """Read a config by its path, or by ``package::path`` from an installed package.
+
+    Args:
+        config: ``configs/mini/x.py`` or ``inline_mm::mini/x.py``.
+        options: Settings that replace the config's, keyed ``'a.b.c'``.
+
+    Raises:
+        FileNotFoundError: If there is no such file, or no such package.
+    """
+    package, separator, _ = config.partition('::')
+    if separator:
+        # mmengine would try to install a package it does not find.
+        if importlib.util.find_spec(package) is None:
+            raise FileNotFoundError(
+                f'config {config!r} names the package {package!r}, which is not installed'
+            )
+        cfg = get_config(config)
+    elif Path(config).is_file():
+        cfg = Config.fromfile(config)
+    else:
+        raise FileNotFoundError(
+            f'config {config!r} does not exist (looked for {os.path.abspath(config)}); give the '
+            "path of a config file, or 'inline_mm::coco/NAME.py' for one of the package"
+        )
+    if options is not None:
+        cfg.merge_from_dict(options)
+    return cfg
+
+
+def _datasets(cfg: dict) -> Iterator[dict]:
+    """The data sets in a data loader's config, wrappers such as RepeatDataset opened."""
+    inner = cfg.get('datasets', cfg.get('dataset'))
+    if inner is None:
+        yield cfg
+    else:
+        for dataset in inner if isinstance(inner, (list, tuple)) else [inner]:
+            yield from _datasets(dataset)
+
+
+def check_datasets(cfg: Config, loaders: tuple[str, ...]) -> None:
+    """Raise at once where a data loader's files are missing.
+
+    Args:
+        cfg: A config with data loaders.
+        loaders: Names of data loaders, ``'train_dataloader'`` and the like; those the config
+            does not have, or has as None, are skipped.
+
+    Raises:
+        FileNotFoundError: Naming the data loader, its setting and the path.
+    """
+    for loader in loaders:
+        for dataset in _datasets(cfg.get(loader) or {}):
+            # Other storage than local files is the library's business.
+            if dataset.get('backend_args'):
+                continue
+            root = dataset.get('data_root') or ''
+            paths = {'data_root': root}
+            if isinstance(dataset.get('ann_file'), str) and dataset['ann_file']:
+                paths['ann_file'] = os.path.join(root, dataset['ann_file'])
+            for key, prefix in (dataset.get('data_prefix') or {}).items():
+                if isinstance(prefix, str):
+                    paths[f'data_prefix.{key}'] = os.path.join(root, prefix)
+            for key, path in paths.items():
+                if path and '://' not in path and not os.path.exists(path):
+                    raise FileNotFoundError(
+                        f'{loader}: {key} {path!r} does not exist (looked for '
+                        f'{os.path.abspath(path)}); docs/data_preparation.md tells how to '
+                        'prepare a data set'
+                    )
+
+
+def prepare_config(args: argparse.Namespace, loaders: tuple[str, ...]) -> Config:
+    """The config that the common arguments describe, checked as far as its files go.
+
+    Args:
+        args: With ``config`` and what :func:`add_common_arguments` adds.
+        loaders: The data loaders to check, see :func:`check_datasets`.
+
+    Raises:
+        FileNotFoundError: As :func:`load_config` and :func:`check_datasets` do.
+    """
+    cfg = load_config(args.config, args.cfg_options)
+    cfg.launcher = args.launcher
+    if args.work_dir is not None:
+        cfg.work_dir = args.work_dir
+    elif cfg.get('work_dir') is None:
+        cfg.work_dir = os.path.join('work_dirs', Path(args.config.split('::')[-1]).stem)
+    check_datasets(cfg, loaders)
+    return cfg
+
+
+def _history_buffer_method(owner: type, name: str) -> Callable:
+    """The one use of getattr in mmengine's checkpoints, and in no more than that."""
+    if owner is not HistoryBuffer or name not in ('min', 'max', 'mean', 'current'):
+        raise pickle.UnpicklingError(f'a checkpoint asks for getattr({owner!r}, {name!r})')
+    return getattr(owner, name)
+
+
+# The name under which a checkpoint refers to it.
+_history_buffer_method.__module__, _history_buffer_method.__name__ = 'builtins', 'getattr'
+
+
+def _read_weights_only() -> None:
+    """Let every checkpoint of this process be read with ``weights_only``.
+
+    Allowed besides tensors are numpy arrays and the log history that mmengine saves.
+    """
+    # torch before 2.4 has no such list, and mmengine's checkpoints could not be read at all.
+    if hasattr(torch.serialization, 'add_safe_globals'):
+        core = np._core if hasattr(np, '_core') else np.core
+        torch.serialization.add_safe_globals(
+            [
+                HistoryBuffer,
+                _history_buffer_method,
+                np.ndarray,
+                np.dtype,
+                core.multiarray._reconstruct,
+                core.multiarray.scalar,
+                *(type(np.dtype(kind)) for kind in ('int64', 'uint32', 'float32', 'float64')),
+            ]
+        )
+        os.environ['TORCH_FORCE_WEIGHTS_ONLY_LOAD'] = '1'
+
+
+def build_runner(cfg: Config, local_rank: int = 0) -> Runner:
+    """Build the config's runner; start its process group where mmengine cannot.
+
+    mmengine starts a process group on GPUs only. Without one, ``--launcher pytorch`` gets
+    gloo and a model wrapper that asks for no device.
+    """
+    os.environ.setdefault('LOCAL_RANK', str(local_rank))
+    if cfg.launcher == 'pytorch' and not torch.cuda.is_available():
+        print_log('No GPU is visible: the processes communicate by gloo.', logger='current')
+        if not torch.distributed.is_initialized():
+            torch.distributed.init_process_group('gloo')
+        cfg.env_cfg.dist_cfg.backend = 'gloo'
+        if cfg.get('model_wrapper_cfg') is None:
+            cfg.model_wrapper_cfg = dict(
+                type='MMDistributedDataParallel',
+                broadcast_buffers=False,
+                find_unused_parameters=cfg.get('find_unused_parameters', False),
+            )
+        cfg.model_wrapper_cfg.device_ids = None
+    _read_weights_only()
+    if 'runner_type' in cfg:
+        return RUNNERS.build(cfg)
+    return Runner.from_cfg(cfg)
