@@ -1,0 +1,270 @@
+"""What the backbone families share: arguments, stages, freezing, checkpoints."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from mmengine.model import BaseModule
+from timm.layers import trunc_normal_
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ..checkpoint import load_backbone
+
+__all__ = ['InLineBackbone', 'parse_arch', 'parse_attention']
+
+ATTENTIONS = ('inline', 'softmax', 'linear')
+
+
+def parse_arch(
+    arch: str | Mapping[str, Any], presets: Mapping[str, dict], defaults: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Settings of an architecture given by name or as a dict.
+
+    Args:
+        arch: A key of ``presets``, or a dict.
+        presets: The family's architectures by name.
+        defaults: Values of optional keys; ``depths``, ``embed_dims``, ``num_heads`` are required.
+
+    Returns:
+        dict: Every setting of the architecture.
+
+    Raises:
+        ValueError: For an unknown name, a missing or an unknown key.
+        TypeError: If ``arch`` is neither a name nor a dict.
+    """
+    if isinstance(arch, str):
+        if arch not in presets:
+            raise ValueError(f'arch must be one of {list(presets)} or a dict, got {arch!r}')
+        arch = presets[arch]
+    elif not isinstance(arch, Mapping):
+        raise TypeError(f'arch must be one of {list(presets)} or a dict, got {arch!r}')
+    required = ['depths', 'embed_dims', 'num_heads']
+    missing = [key for key in required if key not in arch]
+    unknown = [key for key in arch if key not in required and key not in defaults]
+    if missing or unknown:
+        problem = f'lacks {missing}' if missing else f'has unknown {unknown}'
+        raise ValueError(
+            f'arch {problem}: required keys are {required}, optional {list(defaults)}, '
+            f'got {dict(arch)}'
+        )
+    return {**defaults, **arch}
+
+
+def parse_attention(
+    attention: Sequence[str | Sequence[str]], depths: Sequence[int]
+) -> list[list[str]]:
+    """The attention of every block.
+
+    Args:
+        attention: One entry per stage, each a name or a list of one name per block.
+        depths: Blocks per stage.
+
+    Returns:
+        list[list[str]]: A name per stage and block.
+
+    Raises:
+        ValueError: For a wrong number of entries or an unknown name.
+    """
+    if isinstance(attention, str) or len(attention) != len(depths):
+        raise ValueError(
+            f"arch['attention'] needs one entry per stage, {len(depths)}, got {attention!r}"
+        )
+    names = []
+    for stage, (entry, depth) in enumerate(zip(attention, depths, strict=True)):
+        entry = [entry] * depth if isinstance(entry, str) else list(entry)
+        if len(entry) != depth:
+            raise ValueError(
+                f"arch['attention'][{stage}] needs a name, or one per block of the stage, {depth}, "
+                f'got {len(entry)}: {entry!r}'
+            )
+        for name in entry:
+            if name not in ATTENTIONS:
+                raise ValueError(
+                    f"arch['attention'][{stage}] must hold names of {ATTENTIONS}, got {name!r}"
+                )
+        names.append(entry)
+    return names
+
+
+def check_rate(name: str, rate: float) -> float:
+    """A probability below 1, or a ValueError naming the argument."""
+    if not isinstance(rate, int | float) or not 0 <= rate < 1:
+        raise ValueError(f'{name} must be a number in [0, 1), got {rate!r}')
+    return float(rate)
+
+
+class InLineBackbone(BaseModule):
+    """Base of the families: subclasses build ``stages`` (a list per level) and ``forward``.
+
+    Class attributes:
+        family: Key of the family's table of checkpoint names.
+        presets: Architectures by name.
+        arch_defaults: Optional keys of an ``arch`` dict and their values.
+        patch_size: Smallest side of an image.
+
+    Args:
+        arch: A key of ``presets``, or a dict.
+        out_indices: Levels to return, increasing. Levels after the last are not built, so that
+            every parameter takes part in training.
+        in_channels: Channels of the images.
+        frozen_stages: -1 freezes nothing, 0 the stem, n the stem and the first n levels.
+        with_cp: Recompute blocks in the backward pass instead of keeping their activations.
+        init_cfg: ``dict(type='Pretrained', checkpoint=...)``, or any of mmengine's.
+    """
+
+    family: str
+    presets: dict[str, dict]
+    arch_defaults: dict[str, Any]
+    patch_size = 4
+
+    def __init__(
+        self,
+        arch: str | Mapping[str, Any],
+        out_indices: Sequence[int],
+        in_channels: int,
+        frozen_stages: int,
+        with_cp: bool,
+        init_cfg: dict | list[dict] | None,
+    ) -> None:
+        super().__init__(init_cfg=init_cfg)
+        self.arch_name = arch if isinstance(arch, str) else 'dict'
+        self.arch = parse_arch(arch, self.presets, self.arch_defaults)
+        depths = self.arch['depths']
+        num_levels = depths if isinstance(depths, int) else len(depths)
+        indices = (out_indices,) if isinstance(out_indices, int) else tuple(out_indices)
+        in_range = all(isinstance(i, int) and 0 <= i < num_levels for i in indices)
+        if not indices or not in_range or list(indices) != sorted(set(indices)):
+            raise ValueError(
+                f'out_indices must be increasing numbers from 0 to {num_levels - 1}, '
+                f'got {out_indices!r}'
+            )
+        if not isinstance(frozen_stages, int) or not -1 <= frozen_stages <= num_levels:
+            raise ValueError(
+                f'frozen_stages must be from -1 (none) to {num_levels}, got {frozen_stages!r}'
+            )
+        if not isinstance(in_channels, int) or in_channels < 1:
+            raise ValueError(f'in_channels must be a positive number, got {in_channels!r}')
+        self.out_indices = indices
+        self.in_channels = in_channels
+        self.frozen_stages = frozen_stages
+        self.with_cp = with_cp
+
+    # Construction
+
+    def per_stage(self, key: str, num_stages: int = 4) -> list[int]:
+        """The positive numbers, one per stage, of an architecture setting."""
+        value = self.arch[key]
+        numbers = value if isinstance(value, list | tuple) else []
+        if len(numbers) != num_stages or not all(
+            isinstance(n, int | float) and n > 0 for n in numbers
+        ):
+            raise ValueError(
+                f'arch[{key!r}] must be {num_stages} positive numbers, one per stage, got {value!r}'
+            )
+        return list(numbers)
+
+    def add_out_norms(self, channels: Sequence[int]) -> None:
+        """A LayerNorm per output, ``norm{i}``."""
+        for i in self.out_indices:
+            self.add_module(f'norm{i}', nn.LayerNorm(channels[i]))
+
+    def reset_parameters(self) -> None:
+        """Initialise as the published models were: truncated normal, std 0.02."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                trunc_normal_(module.weight, std=0.02)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+
+    def init_weights(self) -> None:
+        """Load a ``Pretrained`` checkpoint with :func:`inline_mm.checkpoint.load_backbone`."""
+        cfg = self.init_cfg
+        if isinstance(cfg, dict) and cfg.get('type') in ('Pretrained', 'PretrainedInit'):
+            unknown = set(cfg) - {'type', 'checkpoint', 'prefix', 'map_location'}
+            if unknown or 'checkpoint' not in cfg:
+                raise ValueError(
+                    "init_cfg of type 'Pretrained' takes checkpoint (required), prefix and "
+                    f'map_location, got {dict(cfg)}'
+                )
+            load_backbone(self, cfg['checkpoint'], cfg.get('prefix'))
+            self._is_init = True
+        else:
+            super().init_weights()
+
+    # Running
+
+    def check_image(self, x: Tensor) -> None:
+        """Raise a ValueError for a batch of images the backbone cannot take."""
+        if x.ndim != 4 or x.shape[1] != self.in_channels:
+            raise ValueError(
+                f'{type(self).__name__} takes images (B, {self.in_channels}, H, W) '
+                f'(in_channels={self.in_channels}), got shape {tuple(x.shape)}'
+            )
+        if min(x.shape[2:]) < self.patch_size:
+            raise ValueError(
+                f'{type(self).__name__} takes images of at least {self.patch_size} x '
+                f'{self.patch_size} pixels, one patch, got {tuple(x.shape[2:])}'
+            )
+
+    def run_block(self, block: nn.Module, x: Tensor, hw: tuple[int, int]) -> Tensor:
+        """A block, checkpointed where ``with_cp`` asks for it."""
+        if self.with_cp and torch.is_grad_enabled() and x.requires_grad:
+            return checkpoint(block, x, hw, use_reentrant=False)
+        return block(x, hw)
+
+    def output(self, x: Tensor, hw: tuple[int, int], index: int) -> Tensor:
+        """Tokens (B, H*W, C) of level ``index`` as a map (B, C, H, W), normed if it has a norm."""
+        norm = getattr(self, f'norm{index}', None)
+        return tokens_to_map(x if norm is None else norm(x), hw).contiguous()
+
+    # Freezing
+
+    def levels(self) -> list[list[nn.Module]]:
+        """Modules that ``frozen_stages`` freezes: the stem's, then each level's."""
+        raise NotImplementedError
+
+    def freeze(self) -> None:
+        """Put frozen levels into eval mode and take their parameters out of training."""
+        for i, modules in enumerate(self.levels()[: self.frozen_stages + 1]):
+            norm = getattr(self, f'norm{i - 1}', None) if i else None
+            for module in [*modules, *([] if norm is None else [norm])]:
+                module.eval()
+                module.requires_grad_(False)
+
+    def train(self, mode: bool = True) -> 'InLineBackbone':
+        """Set the mode, keep frozen levels frozen, and return self."""
+        super().train(mode)
+        self.freeze()
+        return self
+
+    # Checkpoints
+
+    def why_not_used(self, key: str) -> str | None:
+        """Why a checkpoint's entry, under our name, may be left out; None if it may not."""
+        stage = re.match(r'(?:stages|patch_embeds|pos_embeds|downsamples)\.(\d+)\.', key)
+        if stage and len(self.stages) <= int(stage[1]) < len(self.arch['depths']):
+            return 'level after the last of out_indices'
+        if re.fullmatch(r'norm\d\.(weight|bias)', key):
+            return 'norm of an output that is not used'
+        return None
+
+    def may_be_missing(self, key: str) -> bool:
+        """Whether a checkpoint may lack an entry: output norms are not part of classifiers."""
+        return re.fullmatch(r'norm\d\.(weight|bias)', key) is not None
+
+    def fit_parameter(self, key: str, value: Tensor) -> Tensor | None:
+        """A checkpoint's entry of another shape made to fit, or None where that makes no sense."""
+        return None
+
+
+def tokens_to_map(x: Tensor, hw: tuple[int, int]) -> Tensor:
+    """Tokens (B, H*W, C) seen as a channels-last map (B, C, H, W), without a copy."""
+    return x.unflatten(1, hw).permute(0, 3, 1, 2)
+
+
+def drop_path_rates(rate: float, depths: Sequence[int]) -> list[list[float]]:
+    """Stochastic depth, from 0 for the first block up to ``rate`` for the last, per stage."""
+    rates = torch.linspace(0, check_rate('drop_path_rate', rate), sum(depths)).tolist()
+    return [[rates.pop(0) for _ in range(depth)] for depth in depths]

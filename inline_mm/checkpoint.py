@@ -1,0 +1,305 @@
+"""Checkpoints of the backbones: safe reading, the authors' parameter names, and strict loading.
+
+A checkpoint is read with ``weights_only``: nothing in it runs. The authors' classification
+checkpoints, bare state dicts, and whole detectors or segmenters trained here are all accepted;
+what is not used is reported, and what does not fit is an error.
+"""
+
+import argparse
+import os.path as osp
+import pickle
+import re
+import zipfile
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+from mmengine.fileio import get_local_path
+from mmengine.logging import print_log
+from torch import Tensor, nn
+
+__all__ = ['CheckpointError', 'from_authors', 'load_backbone', 'read_checkpoint', 'to_authors']
+
+StateDict = dict[str, Tensor]
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be read, is not safe, or does not fit the model."""
+
+
+# --------------------------------------------------------------------------------------------------
+# Reading
+
+
+class _InertMapping(dict):
+    """Stands in for a configuration object beside the weights: its content, none of its code."""
+
+
+def _inert(module: str, name: str) -> type:
+    return type(name, (_InertMapping,), {'__module__': module, '__qualname__': name})
+
+
+#: Globals a training checkpoint may name beside its tensors. Configuration objects of the
+#: authors' trainers become plain mappings; argparse's namespace has no code of its own.
+_SAFE_GLOBALS = (_inert('yacs.config', 'CfgNode'), argparse.Namespace)
+
+#: Entries under which trainers keep the weights, in order of preference.
+_WRAPPERS = ('state_dict', 'model', 'model_state_dict', 'module')
+
+
+def read_checkpoint(path: str) -> StateDict:
+    """Read the weights of a checkpoint without running anything in it.
+
+    Args:
+        path: A ``.pth`` file (``torch.save``) or a ``.safetensors`` file; local, an http(s)
+            address, or any location mmengine's file backends know.
+
+    Returns:
+        dict[str, Tensor]: The model's entries, on the CPU; a wrapping ``state_dict`` or ``model``
+        entry and a ``module.`` prefix are taken off.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        CheckpointError: If the file is no checkpoint, is truncated, holds no weights, or would
+            run code when unpickled.
+    """
+    path = osp.expanduser(str(path))
+    if '://' not in path and not osp.isfile(path):
+        what = 'is a folder' if osp.isdir(path) else 'does not exist'
+        raise FileNotFoundError(f'checkpoint {path!r} {what}')
+    if path.startswith(('http://', 'https://')):
+        content = _safely(
+            path, lambda: torch.hub.load_state_dict_from_url(path, 'cpu', weights_only=True)
+        )
+    else:
+        with get_local_path(path) as local:
+            content = _safely(path, lambda: _read_local(local))
+    return _find_weights(content, path)
+
+
+def _read_local(path: str):
+    if path.endswith('.safetensors'):
+        from safetensors.torch import load_file
+
+        return load_file(path)
+    if osp.getsize(path) == 0:
+        raise EOFError('the file is empty')
+    return torch.load(path, map_location='cpu', weights_only=True)
+
+
+def _safely(path: str, read: Callable):
+    try:
+        with torch.serialization.safe_globals(list(_SAFE_GLOBALS)):
+            return read()
+    except pickle.UnpicklingError as error:
+        named = re.search(r'GLOBAL ([\w.]+)', str(error))
+        if named:
+            raise CheckpointError(
+                f'checkpoint {path!r} refused: to unpickle it would run code ({named.group(1)}). '
+                'If you trust it, load it yourself with torch.load(..., weights_only=False) and '
+                "save its state dict alone: torch.save({'state_dict': ...}, FILE)"
+            ) from error
+        raise CheckpointError(f'{path!r} is not a readable checkpoint: {error}') from error
+    except CheckpointError:
+        raise
+    except OSError as error:
+        raise CheckpointError(f'checkpoint {path!r} cannot be read: {error}') from error
+    except Exception as error:  # Whatever a damaged file makes its reader raise.
+        detail = 'truncated or damaged' if zipfile.is_zipfile(path) else 'no checkpoint'
+        raise CheckpointError(f'{path!r} is {detail}: {error}') from error
+
+
+def _find_weights(content: object, path: str) -> StateDict:
+    for _ in range(2):  # A wrapper may hold another.
+        if isinstance(content, Mapping):
+            inner = next((content[key] for key in _WRAPPERS if key in content), None)
+            if isinstance(inner, Mapping):
+                content = inner
+    if not isinstance(content, Mapping):
+        raise CheckpointError(
+            f'checkpoint {path!r} holds a {type(content).__name__}, not a state dict'
+        )
+    weights = {key: value for key, value in content.items() if isinstance(value, Tensor)}
+    if not weights:
+        raise CheckpointError(
+            f'checkpoint {path!r} holds no weights; a state dict was looked for at its top level '
+            f'and under {", ".join(map(repr, _WRAPPERS))}, and it has {list(content)[:8]}'
+        )
+    if all(key.startswith('module.') for key in weights):
+        weights = {key.removeprefix('module.'): value for key, value in weights.items()}
+    return weights
+
+
+# --------------------------------------------------------------------------------------------------
+# Names
+
+#: Authors' names and ours, by family: the first prefix that matches is replaced.
+PREFIXES: dict[str, list[tuple[str, str]]] = {
+    'pvt': [
+        pair
+        for i in range(4)
+        for pair in (
+            (f'patch_embed{i + 1}.', f'patch_embeds.{i}.'),
+            (f'pos_embed{i + 1}', f'pos_embeds.{i}.weight'),
+            (f'block{i + 1}.', f'stages.{i}.'),
+        )
+    ],
+}
+
+#: Replaced anywhere in a name, in every family.
+INFIXES: list[tuple[str, str]] = [('.attn.residual.', '.attn.local.')]
+
+
+def _rename(key: str, prefixes: Iterable[tuple[str, str]], infixes) -> str:
+    for old, new in prefixes:
+        if key.startswith(old):
+            key = new + key[len(old) :]
+            break
+    for old, new in infixes:
+        key = key.replace(old, new)
+    return key
+
+
+def from_authors(state: StateDict, family: str, own_keys: Iterable[str]) -> StateDict:
+    """Rename the authors' entries to ours; ours are left as they are.
+
+    Args:
+        state: Entries under the authors' names, or ours.
+        family: ``'pvt'``, ``'swin'``, ``'cswin'`` or ``'deit'``.
+        own_keys: The names in the model's own state dict.
+
+    Returns:
+        dict[str, Tensor]: The same tensors under our names; separate q and kv are joined where
+        the model has them in one layer.
+    """
+    own_keys = set(own_keys)
+    renamed = {_rename(key, PREFIXES[family], INFIXES): value for key, value in state.items()}
+    out = {}
+    for key, value in renamed.items():
+        joined = re.sub(r'\.attn\.(q|kv)\.(weight|bias)$', r'.attn.qkv.\2', key)
+        if joined == key or key in own_keys or joined not in own_keys:
+            out[key] = value
+        elif joined not in out:
+            parts = [joined.replace('.qkv.', f'.{part}.') for part in ('q', 'kv')]
+            absent = [part for part in parts if part not in renamed]
+            if absent:
+                raise CheckpointError(f'{key!r} is there without {absent[0]!r}')
+            out[joined] = torch.cat([renamed[part] for part in parts])
+    return out
+
+
+def to_authors(state: StateDict, family: str) -> StateDict:
+    """Rename our entries to the authors'; the inverse of :func:`from_authors`.
+
+    Args:
+        state: A backbone's state dict, or anything keyed and shaped like it (gradients).
+        family: ``'pvt'``, ``'swin'``, ``'cswin'`` or ``'deit'``.
+
+    Returns:
+        dict[str, Tensor]: The same tensors under the authors' names.
+    """
+    prefixes = [(new, old) for old, new in PREFIXES[family]]
+    infixes = [(new, old) for old, new in INFIXES]
+    out = {}
+    for key, value in state.items():
+        theirs = _rename(key, prefixes, infixes)
+        if family == 'pvt' and '.attn.qkv.' in theirs:
+            # The authors' PVT has one layer for queries and one for keys and values.
+            third = value.shape[0] // 3
+            out[theirs.replace('.qkv.', '.q.')] = value[:third]
+            out[theirs.replace('.qkv.', '.kv.')] = value[third:]
+        else:
+            out[theirs] = value
+    return out
+
+
+# --------------------------------------------------------------------------------------------------
+# Loading
+
+#: Names of the published models that a backbone has no use for, and why.
+_NOT_USED = {
+    r'head\..*': 'classifier',
+    r'norm\..*': 'norm before the classifier',
+    r'.*\.relative_position_index': 'recomputed',
+    r'.*\.attn_mask': 'recomputed',
+}
+
+
+def load_backbone(model: nn.Module, path: str, prefix: str | None = None) -> None:
+    """Load a checkpoint into a backbone, strictly.
+
+    Args:
+        model: A backbone of this package.
+        path: See :func:`read_checkpoint`.
+        prefix: Take only entries under this prefix; by default ``'backbone.'`` where the
+            checkpoint has it.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        CheckpointError: If the file is unreadable or unsafe, has entries that are not finite or
+            have another shape, lacks some, or has some the model does not know. Nothing is loaded
+            then.
+    """
+    state = read_checkpoint(path)
+    others = 0
+    if prefix is None and any(key.startswith('backbone.') for key in state):
+        prefix = 'backbone.'
+    if prefix is not None:
+        prefix = prefix.rstrip('.') + '.'
+        inside = {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
+        if not inside:
+            raise CheckpointError(f'checkpoint {path!r} has no entries under prefix {prefix!r}')
+        others = len(state) - len(inside)
+        state = inside
+    own = model.state_dict()
+    state = from_authors(state, model.family, own)
+    not_used, unknown = {}, []
+    for key in [key for key in state if key not in own]:
+        reason = next((why for name, why in _NOT_USED.items() if re.fullmatch(name, key)), None)
+        reason = reason or model.why_not_used(key)
+        if reason is None:
+            unknown.append(key)
+        else:
+            not_used.setdefault(reason, []).append(key)
+        del state[key]
+    missing = [key for key in own if key not in state and not model.may_be_missing(key)]
+    resized = {}
+    problems = []
+    for key, value in list(state.items()):
+        if not value.is_floating_point():
+            problems.append(f'{key} has dtype {value.dtype}, not a floating-point one')
+        elif not value.isfinite().all():
+            problems.append(f'{key} has entries that are not finite')
+        elif value.shape != own[key].shape:
+            fitted = model.fit_parameter(key, value)
+            if fitted is None or fitted.shape != own[key].shape:
+                problems.append(
+                    f'{key} has shape {tuple(value.shape)}, the model wants {tuple(own[key].shape)}'
+                )
+            else:
+                resized[key] = f'{key} {tuple(value.shape)} -> {tuple(fitted.shape)}'
+                state[key] = fitted
+    if unknown:
+        problems.append(f'unknown to the model: {_some(unknown)}')
+    if missing:
+        problems.append(f'missing: {_some(missing)}')
+    if problems:
+        raise CheckpointError(
+            f'checkpoint {path!r} does not fit {type(model).__name__} (arch {model.arch_name}); '
+            f'is it of another family or size? {_some(problems, "; ")}'
+        )
+    new = [key for key in own if key not in state]
+    model.load_state_dict({**own, **state})
+    notes = [f'{len(state)} entries from {path}']
+    notes += [f'not used ({why}): {_some(keys)}' for why, keys in not_used.items()]
+    if others:
+        notes.append(f'not used (outside {prefix}): {others} entries')
+    if resized:
+        notes.append(f'resized: {_some(list(resized.values()))}')
+    if new:
+        notes.append(f'not in the checkpoint, left as initialised: {_some(new)}')
+    print_log(f'{type(model).__name__} loaded {"; ".join(notes)}', logger='current')
+
+
+def _some(items: list[str], joiner: str = ', ', most: int = 6) -> str:
+    more = f'{joiner}... ({len(items)} in all)' if len(items) > most else ''
+    return joiner.join(items[:most]) + more
