@@ -1,7 +1,7 @@
-"""The check, at import, that an OpenMMLab stack is installed and that its parts fit together.
+"""What depends on the OpenMMLab stack that is installed: whether it fits, where its configs lie.
 
-Only the metadata of installed distributions and the loading of mmcv's compiled ops are looked at;
-mmdet and mmseg are not imported.
+All of it runs when the package is imported. Only the metadata of installed distributions and the
+loading of mmcv's compiled ops are looked at; mmdet and mmseg are not imported.
 """
 
 from __future__ import annotations
@@ -169,3 +169,20 @@ def check_stack() -> None:
             "which this setuptools no longer has: pip install 'setuptools<81'",
             stacklevel=3,
         )
+
+
+def register_config_packages() -> None:
+    """Teach mmengine where configs named ``inline_mm::...`` and ``mmseg::...`` lie.
+
+    mmengine maps the name before ``::`` to a distribution and finds the folder of a distribution,
+    or of a module where there is no such distribution; next to it lies ``.mim``.
+    """
+    from mmengine.config.utils import MODULE2PACKAGE
+
+    # The folder of a distribution is wrong for an editable install. Naming a module instead
+    # leads to the right one, however this package was installed.
+    MODULE2PACKAGE.setdefault('inline_mm', 'inline_mm.version')
+    # The maintained fork still looks for OpenMMLab's distribution `mmsegmentation`, which it does
+    # not install itself.
+    if 'mmsegmentation' not in installed_distributions():
+        MODULE2PACKAGE['mmseg'] = 'mmseg'

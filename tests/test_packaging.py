@@ -83,10 +83,15 @@ def metadata(installed) -> Message:
 
 def run_installed(installed: Path, code: str, cwd: Path) -> str:
     """Run code in a fresh interpreter that imports the installed wheel, not the source tree."""
+    path = [str(installed), os.environ.get('PYTHONPATH')]
     result = subprocess.run(
         [sys.executable, '-c', code],
         cwd=cwd,
-        env={**os.environ, 'PYTHONPATH': str(installed), 'PYTHONWARNINGS': 'ignore'},
+        env={
+            **os.environ,
+            'PYTHONPATH': os.pathsep.join(filter(None, path)),
+            'PYTHONWARNINGS': 'ignore',
+        },
         capture_output=True,
         text=True,
         check=False,

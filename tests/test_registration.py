@@ -17,7 +17,6 @@ from inline_mm.datasets import make_shapes
 ARCH = {'depths': [1, 1, 1, 1], 'embed_dims': [16, 24, 32, 48], 'num_heads': [1, 2, 2, 4]}
 
 DETECTOR = f"""
-_base_ = ['mmdet::_base_/models/retinanet_r50_fpn.py', 'mmdet::_base_/default_runtime.py']
 custom_imports = dict(imports=['inline_mm'])
 model = dict(
     backbone=dict(_delete_=True, type='InLinePVT', arch={ARCH}, img_size=64),
@@ -52,7 +51,6 @@ test_evaluator = val_evaluator
 """
 
 SEGMENTOR = f"""
-_base_ = ['mmseg::_base_/models/fpn_r50.py', 'mmseg::_base_/default_runtime.py']
 custom_imports = dict(imports=['inline_mm'])
 norm_cfg = dict(type='BN')
 model = dict(
@@ -104,8 +102,14 @@ print('answer:', result['predictions'].shape)
 """
 
 CASES = {
-    'mmdet': (DETECTOR, DETECT, "answer: ['bboxes', 'labels', 'scores']", 'coco/bbox_mAP'),
-    'mmseg': (SEGMENTOR, SEGMENT, 'answer: (64, 64)', 'mIoU'),
+    'mmdet': (
+        'retinanet_r50_fpn.py',
+        DETECTOR,
+        DETECT,
+        "answer: ['bboxes', 'labels', 'scores']",
+        'coco/bbox_mAP',
+    ),
+    'mmseg': ('fpn_r50.py', SEGMENTOR, SEGMENT, 'answer: (64, 64)', 'mIoU'),
 }
 
 LIBRARIES = [
@@ -153,13 +157,18 @@ for prefix in ('', 'inline_mm.'):
 @pytest.mark.slow
 @pytest.mark.parametrize('library', LIBRARIES[:2])
 def test_the_own_tools_and_inferencer_of_a_library_run_a_backbone(library, shapes, tmp_path):
-    config_text, inference, answer, metric = CASES[library]
-    tools = Path(find_spec(library).origin).parent / '.mim' / 'tools'
+    base_model, config_text, inference, answer, metric = CASES[library]
+    mim = Path(find_spec(library).origin).parent / '.mim'
+    # By path, as in a user's own copy of the library's configs.
+    bases = [
+        str(mim / 'configs' / '_base_' / base)
+        for base in (f'models/{base_model}', 'default_runtime.py')
+    ]
     config = tmp_path / 'my_config.py'
-    config.write_text(f'DATA_ROOT = {str(shapes)!r}\n{config_text}{RUN}')
+    config.write_text(f'_base_ = {bases}\nDATA_ROOT = {str(shapes)!r}\n{config_text}{RUN}')
     work_dir = tmp_path / 'run'
 
-    run([tools / 'train.py', config, '--work-dir', work_dir], tmp_path)
+    run([mim / 'tools' / 'train.py', config, '--work-dir', work_dir], tmp_path)
     checkpoint = work_dir / 'epoch_1.pth'
     assert checkpoint.is_file()
     scalars = next(work_dir.glob('*/vis_data/scalars.json')).read_text().splitlines()
