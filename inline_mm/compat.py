@@ -126,6 +126,32 @@ def mmcv_ops_problem(found: Mapping[str, str]) -> str | None:
     return None
 
 
+def stack_warnings(found: Mapping[str, str]) -> list[str]:
+    """What will fail with these distributions, though training without it works."""
+    from mmengine.utils import digit_version
+
+    texts = []
+    if find_spec('mmdet') is not None and find_spec('mmcv._ext') is None:
+        texts.append(
+            'mmcv is installed without its compiled ops, which mmdet needs: install it with '
+            'MMCV_WITH_OPS=1 and --no-build-isolation, after torch. See docs/installation.md.'
+        )
+    if 'mmengine' in found and find_spec('pkg_resources') is None:
+        texts.append(
+            f"mmengine {found['mmengine']} resolves `_base_ = 'mmdet::...'` by pkg_resources, "
+            "which this setuptools no longer has: pip install 'setuptools<81'"
+        )
+    if digit_version(found.get('mmengine', '1.0')) <= digit_version('0.10.7') and digit_version(
+        found.get('torch', '0.0')
+    ) >= digit_version('2.6'):
+        texts.append(
+            f'mmengine {found["mmengine"]} cannot read the checkpoints it writes with torch '
+            f'{found["torch"]}, so resuming and testing will fail: use torch < 2.6, or '
+            'onedl-mmengine'
+        )
+    return texts
+
+
 def _fail(problems: list[str], found: Mapping[str, str]) -> None:
     listing = ', '.join(f'{name} {number}' for name, number in found.items()) or 'none of them'
     lines = '\n'.join(f'- {problem}' for problem in problems)
@@ -157,18 +183,8 @@ def check_stack() -> None:
         problems = [problem] if problem else []
     if problems:
         _fail(problems, found)
-    if find_spec('mmdet') is not None and find_spec('mmcv._ext') is None:
-        warnings.warn(
-            'mmcv is installed without its compiled ops, which mmdet needs: install it with '
-            'MMCV_WITH_OPS=1 and --no-build-isolation, after torch. See docs/installation.md.',
-            stacklevel=3,
-        )
-    if 'mmengine' in found and find_spec('pkg_resources') is None:
-        warnings.warn(
-            f"mmengine {found['mmengine']} resolves `_base_ = 'mmdet::...'` by pkg_resources, "
-            "which this setuptools no longer has: pip install 'setuptools<81'",
-            stacklevel=3,
-        )
+    for text in stack_warnings(found):
+        warnings.warn(text, stacklevel=3)
 
 
 def register_config_packages() -> None:

@@ -101,6 +101,12 @@ def test_combinations_that_work_pass(found):
     assert compat.version_conflicts(found) == []
 
 
+@pytest.mark.parametrize(('torch', 'expected'), [('2.5.1+cu124', False), ('2.6.0', True)])
+def test_mmengine_that_cannot_read_its_own_checkpoints_is_warned_of(torch, expected):
+    texts = compat.stack_warnings({'mmengine': '0.10.7', 'torch': torch})
+    assert any('cannot read the checkpoints' in text for text in texts) == expected
+
+
 def test_ops_built_against_another_torch_say_how_to_rebuild(tmp_path):
     mmcv = Path(find_spec('mmcv').origin).parent
     broken = tmp_path / 'mmcv'
