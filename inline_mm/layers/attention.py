@@ -1,6 +1,5 @@
 """Attention layers over all tokens of a map: InLine and linear."""
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
