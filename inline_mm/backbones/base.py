@@ -14,7 +14,8 @@ from ..checkpoint import load_backbone
 
 __all__ = ['InLineBackbone', 'parse_arch', 'parse_attention']
 
-ATTENTIONS = ('inline', 'softmax', 'linear')
+#: Kinds of attention, and the arguments of their layers that ``arch['attention']`` may set.
+ATTENTIONS = {'inline': ('local', 'feature_map'), 'softmax': (), 'linear': ('feature_map',)}
 
 
 def parse_arch(
@@ -53,39 +54,53 @@ def parse_arch(
 
 
 def parse_attention(
-    attention: Sequence[str | Sequence[str]], depths: Sequence[int]
-) -> list[list[str]]:
+    attention: Sequence[str | Mapping | Sequence[str | Mapping]], depths: Sequence[int]
+) -> list[list[dict[str, Any]]]:
     """The attention of every block.
 
     Args:
-        attention: One entry per stage, each a name or a list of one name per block.
+        attention: One entry per stage, each a name, a dict with the name as ``type`` and settings
+            of that attention, or a list of one name or dict per block.
         depths: Blocks per stage.
 
     Returns:
-        list[list[str]]: A name per stage and block.
+        list[list[dict]]: ``dict(type=name, **settings)`` per stage and block; a name alone has
+        no settings.
 
     Raises:
-        ValueError: For a wrong number of entries or an unknown name.
+        ValueError: For a wrong number of entries, an unknown name or an unknown setting.
     """
-    if isinstance(attention, str) or len(attention) != len(depths):
+    if isinstance(attention, str | Mapping) or len(attention) != len(depths):
         raise ValueError(
             f"arch['attention'] needs one entry per stage, {len(depths)}, got {attention!r}"
         )
-    names = []
+    parsed = []
     for stage, (entry, depth) in enumerate(zip(attention, depths, strict=True)):
-        entry = [entry] * depth if isinstance(entry, str) else list(entry)
+        where = f"arch['attention'][{stage}]"
+        entry = [entry] * depth if isinstance(entry, str | Mapping) else list(entry)
         if len(entry) != depth:
             raise ValueError(
-                f"arch['attention'][{stage}] needs a name, or one per block of the stage, {depth}, "
+                f'{where} needs a name or dict, or one per block of the stage, {depth}, '
                 f'got {len(entry)}: {entry!r}'
             )
-        for name in entry:
-            if name not in ATTENTIONS:
-                raise ValueError(
-                    f"arch['attention'][{stage}] must hold names of {ATTENTIONS}, got {name!r}"
-                )
-        names.append(entry)
-    return names
+        parsed.append([_parse_block_attention(block, where) for block in entry])
+    return parsed
+
+
+def _parse_block_attention(block: str | Mapping, where: str) -> dict[str, Any]:
+    settings = dict(type=block) if isinstance(block, str) else dict(block)
+    name = settings.get('type')
+    if name not in ATTENTIONS:
+        raise ValueError(f'{where} must hold names of {tuple(ATTENTIONS)}, got {name!r}')
+    unknown = [key for key in settings if key != 'type' and key not in ATTENTIONS[name]]
+    if unknown:
+        raise ValueError(
+            f'{where} has unknown {unknown} for {name!r}, which takes '
+            f'{list(ATTENTIONS[name]) or "no settings"}, got {settings}'
+        )
+    if not isinstance(settings.get('local', True), bool):
+        raise ValueError(f'{where}: local must be True or False, got {settings["local"]!r}')
+    return settings
 
 
 def check_rate(name: str, rate: float) -> float:

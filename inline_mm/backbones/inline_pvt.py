@@ -38,7 +38,9 @@ class InLinePVT(InLineBackbone):
             - embed_dims (list[int]): Channels of each stage.
             - num_heads (list[int]): Heads of each stage.
             - attention (list, optional): One entry per stage, each ``'inline'``, ``'softmax'``,
-              ``'linear'``, or a list of one name per block. Default all ``'inline'``.
+              ``'linear'``, or a list of one name per block. Default all ``'inline'``. A dict in
+              place of a name sets more: ``dict(type='inline', local=False, feature_map='relu')``,
+              see :class:`InLineAttention` and :class:`LinearAttention`.
             - mlp_ratios (list, optional): Default [8, 8, 4, 4].
             - sr_ratios (list[int], optional): Spatial reduction of ``'softmax'`` blocks.
               Default [8, 4, 2, 1].
@@ -100,12 +102,12 @@ class InLinePVT(InLineBackbone):
         attn_drop_rate = check_rate('attn_drop_rate', attn_drop_rate)
         drop_paths = drop_path_rates(drop_path_rate, depths)
 
-        def attention_layer(name: str, stage: int) -> nn.Module:
+        def attention_layer(stage: int, type: str, **settings: Any) -> nn.Module:
             args = (dims[stage], heads[stage], qkv_bias)
-            if name == 'inline':
-                return InLineAttention(*args, proj_drop=drop_rate)
-            if name == 'linear':
-                return LinearAttention(*args, proj_drop=drop_rate)
+            if type == 'inline':
+                return InLineAttention(*args, proj_drop=drop_rate, **settings)
+            if type == 'linear':
+                return LinearAttention(*args, proj_drop=drop_rate, **settings)
             return SpatialReductionAttention(*args, attn_drop_rate, drop_rate, sr_ratios[stage])
 
         self.patch_embeds = nn.ModuleList()
@@ -130,14 +132,14 @@ class InLinePVT(InLineBackbone):
             self.stages.append(
                 nn.ModuleList(
                     Block(
-                        attention_layer(name, i),
+                        attention_layer(i, **settings),
                         dims[i],
                         mlp_ratios[i],
                         drop=drop_rate,
                         drop_path=drop_path,
                         norm_eps=1e-6,
                     )
-                    for name, drop_path in zip(attention[i], drop_paths[i], strict=True)
+                    for settings, drop_path in zip(attention[i], drop_paths[i], strict=True)
                 )
             )
         if out_norm:
