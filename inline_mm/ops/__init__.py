@@ -12,6 +12,7 @@ from .inline import (
 from .naive import (
     dynamic_depthwise_conv_naive,
     inline_attention_naive,
+    inline_attention_tokens_naive,
     inline_attention_weights,
     linear_attention_weights,
     softmax_attention_weights,
@@ -27,6 +28,7 @@ __all__ = [
     'inline_attention',
     'inline_attention_naive',
     'inline_attention_tokens',
+    'inline_attention_tokens_naive',
     'inline_attention_weights',
     'linear_attention',
     'linear_attention_weights',

@@ -7,6 +7,7 @@ from torch import Tensor
 __all__ = [
     'dynamic_depthwise_conv_naive',
     'inline_attention_naive',
+    'inline_attention_tokens_naive',
     'inline_attention_weights',
     'linear_attention_weights',
     'softmax_attention_weights',
@@ -76,3 +77,32 @@ def dynamic_depthwise_conv_naive(
     out = F.conv2d(image, kernel.reshape(-1, 1, 3, 3), padding=1, groups=batch * channels)
     out = out.reshape(batch, channels, num_tokens).transpose(1, 2)
     return out if bias is None else out + bias.view(-1, 1, channels)
+
+
+def inline_attention_tokens_naive(
+    x: Tensor,
+    qkv_weight: Tensor,
+    qkv_bias: Tensor | None,
+    num_heads: int,
+    kernel: Tensor | None = None,
+    kernel_bias: Tensor | None = None,
+    hw: tuple[int, int] | None = None,
+) -> Tensor:
+    """The plain form of :func:`inline_mm.ops.inline_attention_tokens`, with the same arguments.
+
+    Queries, keys and values of every token, the formula, and one grouped convolution.
+    """
+    batch, num_tokens, channels = x.shape
+    head_dim = channels // num_heads
+    qkv = F.linear(x, qkv_weight, qkv_bias).view(batch, num_tokens, 3, num_heads, head_dim)
+    q, k, v = qkv.permute(2, 0, 3, 1, 4)
+    out = inline_attention_naive(q, k, v, head_dim**-0.5)
+    out = out.transpose(1, 2).reshape(batch, num_tokens, channels)
+    if kernel is None:
+        return out
+    prefix = num_tokens - hw[0] * hw[1]
+    v = v.transpose(1, 2).reshape(batch, num_tokens, channels)
+    local = dynamic_depthwise_conv_naive(v[:, prefix:], kernel, hw, kernel_bias)
+    if not prefix:
+        return out + local
+    return out + F.pad(local, (0, 0, prefix, 0))
