@@ -1,7 +1,7 @@
 """What the backbone families share: arguments, stages, freezing, checkpoints."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -111,7 +111,7 @@ def check_rate(name: str, rate: float) -> float:
 
 
 class InLineBackbone(BaseModule):
-    """Base of the families: subclasses build ``stages`` (a list per level) and ``forward``.
+    """Base of the families: subclasses build ``stages`` and write ``forward_levels``.
 
     Class attributes:
         family: Key of the family's table of checkpoint names.
@@ -209,6 +209,27 @@ class InLineBackbone(BaseModule):
             super().init_weights()
 
     # Running
+
+    def forward_levels(self, x: Tensor) -> Iterator[tuple[Tensor, tuple[int, int]]]:
+        """Run the network level by level.
+
+        Args:
+            x: Images (B, in_channels, H, W).
+
+        Yields:
+            tuple: Each level's tokens (B, N, C), before any output norm, and ``(H, W)`` of the map
+            that the last H * W of them form.
+        """
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Images (B, in_channels, H, W) to one map (B, C, H / stride, W / stride) per output."""
+        self.check_image(x)
+        return tuple(
+            self.output(tokens, hw, i)
+            for i, (tokens, hw) in enumerate(self.forward_levels(x))
+            if i in self.out_indices
+        )
 
     def check_image(self, x: Tensor) -> None:
         """Raise a ValueError for a batch of images the backbone cannot take."""

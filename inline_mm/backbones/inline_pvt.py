@@ -1,7 +1,7 @@
 """InLine-PVT: the pyramid vision transformer with InLine attention."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -170,19 +170,14 @@ class InLinePVT(InLineBackbone):
             antialias=False,
         )
 
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Images (B, in_channels, H, W) to maps (B, C, H / stride, W / stride)."""
-        self.check_image(x)
+    def forward_levels(self, x: Tensor) -> Iterator[tuple[Tensor, tuple[int, int]]]:
         # Tokens are channels-last; so is every map between stages, and nothing is transposed.
         x = x.contiguous(memory_format=torch.channels_last)
-        outs = []
         for i, blocks in enumerate(self.stages):
             patch = self.patch_embeds[i].patch_size[0]
             hw = tuple((side + patch - 1) // patch for side in x.shape[2:])
             x = self.drop_after_pos(self.pos_embeds[i](self.patch_embeds[i](x), hw))
             for block in blocks:
                 x = self.run_block(block, x, hw)
-            if i in self.out_indices:
-                outs.append(self.output(x, hw, i))
+            yield x, hw
             x = tokens_to_map(x, hw)
-        return tuple(outs)
