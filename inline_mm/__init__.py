@@ -6,6 +6,6 @@ from .version import __version__
 check_stack()
 register_config_packages()
 
-from .backbones import InLinePVT  # noqa: E402
+from .backbones import InLineCSwin, InLineDeiT, InLinePVT, InLineSwin  # noqa: E402
 
-__all__ = ['InLinePVT', '__version__', 'check_stack']
+__all__ = ['InLineCSwin', 'InLineDeiT', 'InLinePVT', 'InLineSwin', '__version__', 'check_stack']

@@ -132,7 +132,8 @@ def _find_weights(content: object, path: str) -> StateDict:
 # --------------------------------------------------------------------------------------------------
 # Names
 
-#: Authors' names and ours, by family: the first prefix that matches is replaced.
+#: Authors' names and ours, by family: the first that matches is replaced. With a dot at its end it
+#: is a prefix, otherwise a whole name.
 PREFIXES: dict[str, list[tuple[str, str]]] = {
     'pvt': [
         pair
@@ -143,36 +144,68 @@ PREFIXES: dict[str, list[tuple[str, str]]] = {
             (f'block{i + 1}.', f'stages.{i}.'),
         )
     ],
+    'swin': [
+        ('patch_embed.', 'patch_embeds.0.'),
+        *((f'layers.{i}.blocks.', f'stages.{i}.') for i in range(4)),
+        *((f'layers.{i}.downsample.', f'patch_embeds.{i + 1}.') for i in range(3)),
+    ],
+    'cswin': [
+        ('stage1_conv_embed.0.', 'patch_embeds.0.conv.'),
+        ('stage1_conv_embed.2.', 'patch_embeds.0.norm.'),
+        *((f'merge{i}.', f'patch_embeds.{i}.') for i in range(1, 4)),
+        *((f'stage{i + 1}.', f'stages.{i}.') for i in range(4)),
+    ],
+    'deit': [('pos_embed', 'pos_embed.weight'), ('blocks.', 'blocks.')],
 }
 
-#: Replaced anywhere in a name, in every family.
-INFIXES: list[tuple[str, str]] = [('.attn.residual.', '.attn.local.')]
+#: Replaced anywhere in a name of a block.
+INFIXES: dict[str, list[tuple[str, str]]] = {
+    'pvt': [('.attn.residual.', '.attn.local.')],
+    'swin': [
+        ('.attn.residual.', '.attn.local.'),
+        ('.attn.relative_position_bias_table', '.attn.rel_pos.relative_position_bias_table'),
+    ],
+    # The authors' block holds q, k, v and the output projection; its branches hold the rest.
+    'cswin': [
+        ('.attns.0.residual.', '.attn.local.'),
+        ('.attns.0.get_v.', '.attn.lepe.'),
+        ('.attns.1.get_v.', '.attn.lepe_horizontal.'),
+        ('.qkv.', '.attn.qkv.'),
+        ('.proj.', '.attn.proj.'),
+    ],
+    'deit': [('.attn.residual.', '.attn.local.')],
+}
 
 
 def _rename(key: str, prefixes: Iterable[tuple[str, str]], infixes) -> str:
     for old, new in prefixes:
-        if key.startswith(old):
+        if key == old or (old.endswith('.') and key.startswith(old)):
             key = new + key[len(old) :]
+            for part, replacement in infixes:
+                key = key.replace(part, replacement)
             break
-    for old, new in infixes:
-        key = key.replace(old, new)
     return key
 
 
-def from_authors(state: StateDict, family: str, own_keys: Iterable[str]) -> StateDict:
+def from_authors(state: StateDict, family: str, own_keys: Iterable[str] | None = None) -> StateDict:
     """Rename the authors' entries to ours; ours are left as they are.
 
     Args:
         state: Entries under the authors' names, or ours.
         family: ``'pvt'``, ``'swin'``, ``'cswin'`` or ``'deit'``.
-        own_keys: The names in the model's own state dict.
+        own_keys: The names in the model's own state dict, which tell which layers have q, k and v
+            in one; by default those with a local part.
 
     Returns:
         dict[str, Tensor]: The same tensors under our names; separate q and kv are joined where
         the model has them in one layer.
     """
+    renamed = {
+        _rename(key, PREFIXES[family], INFIXES[family]): value for key, value in state.items()
+    }
+    if own_keys is None:
+        own_keys = (key.replace('.local.0.', '.qkv.') for key in renamed if '.attn.local.0.' in key)
     own_keys = set(own_keys)
-    renamed = {_rename(key, PREFIXES[family], INFIXES): value for key, value in state.items()}
     out = {}
     for key, value in renamed.items():
         joined = re.sub(r'\.attn\.(q|kv)\.(weight|bias)$', r'.attn.qkv.\2', key)
@@ -198,7 +231,7 @@ def to_authors(state: StateDict, family: str) -> StateDict:
         dict[str, Tensor]: The same tensors under the authors' names.
     """
     prefixes = [(new, old) for old, new in PREFIXES[family]]
-    infixes = [(new, old) for old, new in INFIXES]
+    infixes = [(new, old) for old, new in INFIXES[family]]
     out = {}
     for key, value in state.items():
         theirs = _rename(key, prefixes, infixes)

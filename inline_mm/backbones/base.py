@@ -6,13 +6,14 @@ from typing import Any
 
 import torch
 from mmengine.model import BaseModule
-from timm.layers import trunc_normal_
+from timm.layers import to_2tuple, trunc_normal_
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..checkpoint import load_backbone
+from ..layers import Block
 
-__all__ = ['InLineBackbone', 'parse_arch', 'parse_attention']
+__all__ = ['InLineBackbone', 'PyramidBackbone', 'parse_arch', 'parse_attention']
 
 #: Kinds of attention, and the arguments of their layers that ``arch['attention']`` may set.
 ATTENTIONS = {'inline': ('local', 'feature_map'), 'softmax': (), 'linear': ('feature_map',)}
@@ -118,6 +119,7 @@ class InLineBackbone(BaseModule):
         presets: Architectures by name.
         arch_defaults: Optional keys of an ``arch`` dict and their values.
         patch_size: Smallest side of an image.
+        img_sizes: Pre-training image sizes of presets for which it is not 224.
 
     Args:
         arch: A key of ``presets``, or a dict.
@@ -133,6 +135,7 @@ class InLineBackbone(BaseModule):
     presets: dict[str, dict]
     arch_defaults: dict[str, Any]
     patch_size = 4
+    img_sizes: dict[str, int] = {}
 
     def __init__(
         self,
@@ -147,7 +150,7 @@ class InLineBackbone(BaseModule):
         self.arch_name = arch if isinstance(arch, str) else 'dict'
         self.arch = parse_arch(arch, self.presets, self.arch_defaults)
         depths = self.arch['depths']
-        num_levels = depths if isinstance(depths, int) else len(depths)
+        num_levels = len(depths) if isinstance(depths, list | tuple) else self.number('depths')
         indices = (out_indices,) if isinstance(out_indices, int) else tuple(out_indices)
         in_range = all(isinstance(i, int) and 0 <= i < num_levels for i in indices)
         if not indices or not in_range or list(indices) != sorted(set(indices)):
@@ -168,17 +171,36 @@ class InLineBackbone(BaseModule):
 
     # Construction
 
+    def number(self, key: str) -> int:
+        """An architecture setting that is one positive number, whole unless it is a ratio."""
+        return self._positive(self.arch[key], key, f'arch[{key!r}] must be a positive {{}}')
+
     def per_stage(self, key: str, num_stages: int = 4) -> list[int]:
-        """The positive numbers, one per stage, of an architecture setting."""
+        """An architecture setting that is a positive number per stage, whole unless a ratio."""
         value = self.arch[key]
+        problem = f'arch[{key!r}] must hold {num_stages} positive {{}}s, one per stage'
         numbers = value if isinstance(value, list | tuple) else []
-        if len(numbers) != num_stages or not all(
-            isinstance(n, int | float) and n > 0 for n in numbers
-        ):
+        if len(numbers) != num_stages:
+            numbers = [None]
+        return [self._positive(number, key, problem) for number in numbers]
+
+    def _positive(self, number: object, key: str, problem: str) -> int:
+        kind, what = (int | float, 'number') if 'mlp_ratio' in key else (int, 'whole number')
+        if not isinstance(number, kind) or isinstance(number, bool) or number <= 0:
+            raise ValueError(f'{problem.format(what)}, got {self.arch[key]!r}')
+        return number
+
+    def pretraining_size(self, img_size: int | tuple[int, int] | None) -> tuple[int, int]:
+        """``img_size`` as (H, W); None is the size the preset was trained with."""
+        if img_size is None:
+            img_size = self.img_sizes.get(self.arch_name, 224)
+        size = to_2tuple(img_size)
+        if len(size) != 2 or not all(isinstance(s, int) and s >= self.patch_size for s in size):
             raise ValueError(
-                f'arch[{key!r}] must be {num_stages} positive numbers, one per stage, got {value!r}'
+                f'img_size must be a number of pixels or (H, W), at least one patch of '
+                f'{self.patch_size}, got {img_size!r}'
             )
-        return list(numbers)
+        return tuple(size)
 
     def add_out_norms(self, channels: Sequence[int]) -> None:
         """A LayerNorm per output, ``norm{i}``."""
@@ -295,6 +317,97 @@ class InLineBackbone(BaseModule):
         return None
 
 
+class PyramidBackbone(InLineBackbone):
+    """Base of Swin and CSwin: four stages at strides 4, 8, 16, 32, each twice as wide.
+
+    Subclasses make the embedding and the attention layers, and may choose another block. Their
+    arguments are documented there.
+    """
+
+    block_type = Block
+
+    def __init__(
+        self,
+        arch: str | Mapping[str, Any] = 'tiny',
+        img_size: int | tuple[int, int] | None = None,
+        in_channels: int = 3,
+        out_indices: Sequence[int] = (0, 1, 2, 3),
+        qkv_bias: bool = True,
+        drop_rate: float = 0.0,
+        attn_drop_rate: float = 0.0,
+        drop_path_rate: float = 0.1,
+        frozen_stages: int = -1,
+        with_cp: bool = False,
+        out_norm: bool = True,
+        init_cfg: dict | list[dict] | None = None,
+    ) -> None:
+        super().__init__(arch, out_indices, in_channels, frozen_stages, with_cp, init_cfg)
+        depths, self.num_heads = self.per_stage('depths'), self.per_stage('num_heads')
+        self.embed_dims = [self.number('embed_dims') * 2**i for i in range(4)]
+        self.qkv_bias = qkv_bias
+        self.drop_rate = check_rate('drop_rate', drop_rate)
+        self.attn_drop_rate = check_rate('attn_drop_rate', attn_drop_rate)
+        mlp_ratio = self.number('mlp_ratio')
+        attention = parse_attention(self.arch['attention'], depths)
+        drop_paths = drop_path_rates(drop_path_rate, depths)
+        # Sides of the maps in pre-training, where small ones had smaller windows and stripes.
+        self.grids = [
+            tuple(-(-side // (4 * 2**i)) for side in self.pretraining_size(img_size))
+            for i in range(4)
+        ]
+        self.drop_after_embed = nn.Dropout(self.drop_rate)
+        self.patch_embeds = nn.ModuleList()
+        self.stages = nn.ModuleList()
+        for i in range(max(self.out_indices) + 1):
+            self.patch_embeds.append(self.make_patch_embed(i))
+            blocks = zip(attention[i], drop_paths[i], strict=True)
+            self.stages.append(
+                nn.ModuleList(
+                    self.block_type(
+                        self.make_attention(i, j, **settings),
+                        self.embed_dims[i],
+                        mlp_ratio,
+                        drop=self.drop_rate,
+                        drop_path=drop_path,
+                    )
+                    for j, (settings, drop_path) in enumerate(blocks)
+                )
+            )
+        if out_norm:
+            self.add_out_norms(self.embed_dims)
+        self.reset_parameters()
+        self.freeze()
+
+    def make_patch_embed(self, stage: int) -> nn.Module:
+        """What makes tokens (B, H, W, C) of the image, or halves the map before a later stage."""
+        raise NotImplementedError
+
+    def make_attention(self, stage: int, block: int, type: str, **settings: Any) -> nn.Module:
+        """The attention layer of a block."""
+        raise NotImplementedError
+
+    def embed(self, x: Tensor, stage: int) -> Tensor:
+        """The image or the map (B, C, H, W) before a stage to that stage's map (B, H, W, C)."""
+        return self.patch_embeds[stage](x)
+
+    def levels(self) -> list[list[nn.Module]]:
+        """The stem, then the stages with the embeddings before them."""
+        later = zip(self.patch_embeds[1:], self.stages[1:], strict=True)
+        return [[self.patch_embeds[0]], [self.stages[0]], *map(list, later)]
+
+    def forward_levels(self, x: Tensor) -> Iterator[tuple[Tensor, tuple[int, int]]]:
+        # Tokens are channels-last; so is every map between stages, and nothing is transposed.
+        x = x.contiguous(memory_format=torch.channels_last)
+        for i, blocks in enumerate(self.stages):
+            x = self.drop_after_embed(self.embed(x, i)) if i == 0 else self.embed(x, i)
+            hw = tuple(x.shape[1:3])
+            x = x.flatten(1, 2)
+            for block in blocks:
+                x = self.run_block(block, x, hw)
+            yield x, hw
+            x = tokens_to_map(x, hw)
+
+
 def tokens_to_map(x: Tensor, hw: tuple[int, int]) -> Tensor:
     """Tokens (B, H*W, C) seen as a channels-last map (B, C, H, W), without a copy."""
     return x.unflatten(1, hw).permute(0, 3, 1, 2)
@@ -302,5 +415,7 @@ def tokens_to_map(x: Tensor, hw: tuple[int, int]) -> Tensor:
 
 def drop_path_rates(rate: float, depths: Sequence[int]) -> list[list[float]]:
     """Stochastic depth, from 0 for the first block up to ``rate`` for the last, per stage."""
-    rates = torch.linspace(0, check_rate('drop_path_rate', rate), sum(depths)).tolist()
+    rates = torch.linspace(
+        0, check_rate('drop_path_rate', rate), sum(depths), device='cpu'
+    ).tolist()
     return [[rates.pop(0) for _ in range(depth)] for depth in depths]

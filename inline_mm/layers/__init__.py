@@ -1,18 +1,33 @@
 """Layers over the operators of :mod:`inline_mm.ops`."""
 
-from .attention import InLineAttention, LinearAttention, MultiHeadAttention, QKVAttention
+from .attention import (
+    InLineAttention,
+    LinearAttention,
+    MultiHeadAttention,
+    QKVAttention,
+    SoftmaxAttention,
+)
 from .block import Block
+from .cache import DerivedCache
+from .conv_embed import ConvEmbed
 from .mlp import ChunkedMlp
 from .position import PositionEmbedding
 from .spatial_reduction import SpatialReductionAttention
+from .stripe import StripeAttention
+from .window import WindowAttention
 
 __all__ = [
     'Block',
     'ChunkedMlp',
+    'ConvEmbed',
+    'DerivedCache',
     'InLineAttention',
     'LinearAttention',
     'MultiHeadAttention',
     'PositionEmbedding',
     'QKVAttention',
+    'SoftmaxAttention',
     'SpatialReductionAttention',
+    'StripeAttention',
+    'WindowAttention',
 ]

@@ -1,4 +1,4 @@
-"""Attention layers over all tokens of a map: InLine and linear."""
+"""Attention layers over all tokens of a map: InLine, linear and softmax."""
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -9,9 +9,16 @@ from ..ops import (
     inline_attention,
     inline_attention_tokens,
     linear_attention,
+    softmax_attention,
 )
 
-__all__ = ['InLineAttention', 'LinearAttention', 'MultiHeadAttention', 'QKVAttention']
+__all__ = [
+    'InLineAttention',
+    'LinearAttention',
+    'MultiHeadAttention',
+    'QKVAttention',
+    'SoftmaxAttention',
+]
 
 
 def check_choice(name: str, value: object, allowed) -> None:
@@ -177,6 +184,7 @@ class LinearAttention(QKVAttention):
         num_heads: Heads; divides ``embed_dims``.
         qkv_bias: Whether q, k and v have a bias.
         proj_drop: Dropout probability of the output.
+        lepe: Whether a learned depthwise 3x3 convolution of v is added (CSwin).
         feature_map: Non-negative: ``'relu'`` or ``'exp'``.
     """
 
@@ -186,17 +194,55 @@ class LinearAttention(QKVAttention):
         num_heads: int,
         qkv_bias: bool = True,
         proj_drop: float = 0.0,
+        lepe: bool = False,
         feature_map: str = 'relu',
     ) -> None:
         super().__init__(embed_dims, num_heads, qkv_bias, proj_drop)
         check_choice('feature_map', feature_map, ('relu', 'exp'))
         self.feature_map = feature_map
+        self.lepe = None
+        if lepe:
+            self.lepe = nn.Conv2d(embed_dims, embed_dims, 3, padding=1, groups=embed_dims)
+
+    def forward(self, x: Tensor, hw: tuple[int, int]) -> Tensor:
+        """Attend over all tokens x (B, N, C), with LePE on the last H * W of them."""
+        phi = FEATURE_MAPS[self.feature_map]
+        q, k, v = self.split_heads(x)
+        out = linear_attention(phi(q), phi(k), v).transpose(1, 2).flatten(2)
+        if self.lepe is not None:
+            v = v.transpose(1, 2).flatten(2)
+            kernel = self.lepe.weight.squeeze(1).expand(len(v), -1, -1, -1)
+            out = add_local(out, v, kernel, self.lepe.bias, hw)
+        return self.project(out)
+
+
+class SoftmaxAttention(QKVAttention):
+    """Softmax attention, quadratic in the number of tokens.
+
+    Args:
+        embed_dims: Channels C.
+        num_heads: Heads; divides ``embed_dims``.
+        qkv_bias: Whether q, k and v have a bias.
+        attn_drop: Dropout probability of attention weights.
+        proj_drop: Dropout probability of the output.
+    """
+
+    def __init__(
+        self,
+        embed_dims: int,
+        num_heads: int,
+        qkv_bias: bool = True,
+        attn_drop: float = 0.0,
+        proj_drop: float = 0.0,
+    ) -> None:
+        super().__init__(embed_dims, num_heads, qkv_bias, proj_drop)
+        self.attn_drop = attn_drop
 
     def forward(self, x: Tensor, hw: tuple[int, int]) -> Tensor:
         """Attend over all tokens x (B, N, C); ``hw`` is not used."""
-        phi = FEATURE_MAPS[self.feature_map]
         q, k, v = self.split_heads(x)
-        out = linear_attention(phi(q), phi(k), v)
+        dropout = self.attn_drop if self.training else 0.0
+        out = softmax_attention(q, k, v, self.scale, dropout=dropout)
         return self.project(out.transpose(1, 2).flatten(2))
 
 

@@ -4,7 +4,7 @@ import torch
 from timm.layers import resample_abs_pos_embed, trunc_normal_
 from torch import Tensor, nn
 
-from ..ops.mode import is_graph_mode
+from .cache import DerivedCache
 
 __all__ = ['PositionEmbedding']
 
@@ -18,9 +18,6 @@ class PositionEmbedding(nn.Module):
         num_prefix_tokens: Tokens before the map's, whose embeddings are not resized.
         interpolation: ``'bilinear'`` or ``'bicubic'``.
     """
-
-    #: Sizes whose resized embedding is kept at inference.
-    max_cached = 8
 
     def __init__(
         self,
@@ -36,10 +33,7 @@ class PositionEmbedding(nn.Module):
         num_tokens = num_prefix_tokens + grid_size[0] * grid_size[1]
         self.weight = nn.Parameter(torch.zeros(1, num_tokens, embed_dims))
         trunc_normal_(self.weight, std=0.02)
-        self._cache: dict[tuple, Tensor] = {}
-
-    def __getstate__(self) -> dict:
-        return {**super().__getstate__(), '_cache': {}}
+        self._cache = DerivedCache(max_entries=8)
 
     def extra_repr(self) -> str:
         return f'{self.grid_size}, {self.weight.shape[-1]}, interpolation={self.interpolation!r}'
@@ -48,17 +42,7 @@ class PositionEmbedding(nn.Module):
         """The embedding for a map of size ``hw``, (1, num_prefix_tokens + H*W, C)."""
         if tuple(hw) == self.grid_size:
             return self.weight
-        # The in-place version counter tells whether the weight has changed since.
-        cacheable = not (torch.is_grad_enabled() or is_graph_mode() or self.weight.is_inference())
-        if not cacheable:
-            return self._resample(hw)
-        key = (*hw, self.weight.device, self.weight.dtype, self.weight.data_ptr(),
-               self.weight._version)  # fmt: skip
-        if key not in self._cache:
-            if len(self._cache) >= self.max_cached or any(k[2:] != key[2:] for k in self._cache):
-                self._cache.clear()
-            self._cache[key] = self._resample(hw)
-        return self._cache[key]
+        return self._cache.get(self.weight, tuple(hw), lambda: self._resample(hw))
 
     def _resample(self, hw: tuple[int, int]) -> Tensor:
         return resample_abs_pos_embed(
