@@ -37,16 +37,18 @@ def relative_error(value, reference):
     return ((value.double() - reference).abs().max() / reference.abs().max()).item()
 
 
-@pytest.fixture(params=['whole', 'chunks'])
-def chunking(request, monkeypatch):
-    """Statistics of all tokens at once, and gathered in chunks of a few tokens."""
+@pytest.fixture(params=['whole', 'chunks', 'plain'])
+def form(request, monkeypatch):
+    """The folded form with statistics of all tokens at once or in chunks, and the plain form."""
+    monkeypatch.setattr(inline_module, 'SMALL', 1000 if request.param == 'plain' else 0)
     if request.param == 'chunks':
         monkeypatch.setattr(inline_module, 'CHUNK_NUMEL', 40)
+    return request.param
 
 
 @pytest.mark.parametrize('with_local', [True, False], ids=['local', 'global-only'])
 @pytest.mark.parametrize('shape', SHAPES)
-def test_folded_operator_equals_the_formula(shape, with_local, chunking):
+def test_operator_equals_the_formula(shape, with_local, form):
     x, weight, bias, kernel, kernel_bias = make_inputs(shape)
     extra = (kernel, kernel_bias, shape[3:5]) if with_local else ()
     inputs = [x, weight, bias] + ([kernel, kernel_bias] if with_local else [])
@@ -61,7 +63,7 @@ def test_folded_operator_equals_the_formula(shape, with_local, chunking):
 
 
 @pytest.mark.parametrize('shape', SHAPES)
-def test_folded_operator_passes_gradcheck(shape):
+def test_operator_passes_gradcheck(shape, form):
     inputs = make_inputs(shape)
     hw = shape[3:5]
     torch.autograd.gradcheck(
@@ -72,7 +74,7 @@ def test_folded_operator_passes_gradcheck(shape):
     )
 
 
-def test_graph_form_equals_eager_form():
+def test_graph_form_equals_eager_form(form):
     shape = SHAPES[3]
     inputs = make_inputs(shape, torch.float32, grad=False)
 
@@ -86,34 +88,26 @@ def test_graph_form_equals_eager_form():
 
 
 def test_statistics_of_tiles_merge_to_those_of_the_whole():
-    x, weight, bias, *_ = make_inputs((2, 8, 2, 6, 7, 0), mean=10.0, grad=False)
-    _, whole = ops.project_and_gather(x, weight[16:], bias[16:])
-    parts = [ops.project_and_gather(t, weight[16:], bias[16:])[1] for t in x.split([5, 20, 17], 1)]
+    x = make_inputs((2, 8, 2, 6, 7, 0), mean=10.0, grad=False)[0]
+    whole = ops.gather_statistics(x)
+    parts = [ops.gather_statistics(tile) for tile in x.split([5, 20, 17], dim=1)]
     merged = parts[0].merge(parts[1]).merge(parts[2])
     assert merged.count == whole.count == 42
     torch.testing.assert_close(merged[1:], whole[1:])
 
 
-def test_an_image_in_tiles_equals_the_whole_image():
-    """Two tiles of rows exchange statistics and one row of values, and nothing else."""
-    shape = (1, 8, 2, 6, 5, 0)
-    x, weight, bias, kernel, _ = make_inputs(shape, grad=False)
+def test_an_image_in_tiles_equals_the_whole_image(form):
+    """Two tiles of rows exchange statistics and one row of tokens, and nothing else."""
+    x, weight, bias, kernel, _ = make_inputs((1, 8, 2, 6, 5, 0), grad=False)
     whole = ops.inline_attention_tokens(x, weight, bias, 2, kernel, None, (6, 5))
-    tiles = x.view(1, 6, 5, 8).split(3, dim=1)
-    gathered = [ops.project_and_gather(t.flatten(1, 2), weight[16:], bias[16:]) for t in tiles]
-    statistics = gathered[0][1].merge(gathered[1][1])
+    rows = x.view(1, 6, 5, 8)
+    upper, lower = (ops.gather_statistics(tile.flatten(1, 2)) for tile in rows.split(3, dim=1))
+    statistics = upper.merge(lower)
     m, out_bias = ops.fold(statistics, weight, bias, 2)
-    values = torch.cat([v.view(1, 3, 5, 8) for v, _ in gathered], dim=1)
-    for i, rows in enumerate((slice(0, 4), slice(2, 6))):
-        tile = ops.apply_folded(
-            x.view(1, 6, 5, 8)[:, rows].flatten(1, 2),
-            values[:, rows].flatten(1, 2),
-            statistics.x_mean,
-            m,
-            out_bias,
-            kernel,
-            hw=(4, 5),
-        )
+    for i, window in enumerate((slice(0, 4), slice(2, 6))):
+        tokens = rows[:, window].flatten(1, 2)
+        v = torch.nn.functional.linear(tokens, weight[16:], bias[16:])
+        tile = ops.apply_folded(tokens, statistics.mean, m, out_bias, v, kernel, hw=(4, 5))
         own_rows = tile.view(1, 4, 5, 8)[:, i : i + 3]
         torch.testing.assert_close(own_rows, whole.view(1, 6, 5, 8)[:, 3 * i : 3 * i + 3])
 
@@ -213,9 +207,9 @@ def test_a_million_tokens_are_finite_and_close_in_half_precision(dtype):
     assert relative_error(value, reference) <= 2e-2
 
 
-def test_backward_saves_only_tokens_and_values():
+def test_backward_saves_nothing_token_sized_but_the_tokens():
     x, weight, bias, kernel, kernel_bias = make_inputs((2, 8, 2, 30, 40, 0), torch.float32)
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         ops.inline_attention_tokens(x, weight, bias, 2, kernel, kernel_bias, (30, 40))
-    assert sum(t.numel() >= x.numel() for t in saved) == 2
+    assert sum(t.numel() >= x.numel() for t in saved) == 1

@@ -6,8 +6,8 @@ from .inline import (
     TokenStatistics,
     apply_folded,
     fold,
+    gather_statistics,
     inline_attention_tokens,
-    project_and_gather,
 )
 from .naive import (
     dynamic_depthwise_conv_naive,
@@ -25,6 +25,7 @@ __all__ = [
     'dynamic_depthwise_conv',
     'dynamic_depthwise_conv_naive',
     'fold',
+    'gather_statistics',
     'inline_attention',
     'inline_attention_naive',
     'inline_attention_tokens',
@@ -32,7 +33,6 @@ __all__ = [
     'inline_attention_weights',
     'linear_attention',
     'linear_attention_weights',
-    'project_and_gather',
     'softmax_attention',
     'softmax_attention_weights',
 ]

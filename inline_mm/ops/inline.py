@@ -1,16 +1,18 @@
 """InLine attention on tokens, with queries and keys folded away.
 
-For the identity feature map the global part is linear in the token (arXiv:2412.06590, rewritten):
-with ``S = Cov(x, v)``, ``A_h = s W_k,h S[:, h]`` and ``M_h = W_q,h^T A_h``, over heads h,
+For the identity feature map the global part is linear in the token (arXiv:2412.06590, rewritten).
+With the covariance of the tokens ``G = Cov(x, x)``, over heads h,
 
-    o = x M + (mean(v) + b_q A)
+    A_h = s W_k,h G W_v,h^T        M_h = W_q,h^T A_h
+    o   = x M + (mean(v) + b_q A)
 
-so neither q nor k exists, and an image costs four N x C x C products with the output projection.
+so neither q nor k exists, and an image costs four N x C x C products: G, v for the local part,
+x M, and the output projection.
 
-The work falls in two halves. *Gather*: :func:`project_and_gather` forms v and the statistics of the
-tokens, which add up over tiles or processes (:meth:`TokenStatistics.merge`). *Apply*:
-:func:`fold` turns statistics into one C x C matrix and a bias per image, :func:`apply_folded`
-applies them token by token, plus a one-pixel neighbourhood for the local part.
+The work falls in two halves. *Gather*: :func:`gather_statistics` of the tokens, which add up over
+tiles or processes (:meth:`TokenStatistics.merge`). *Apply*: :func:`fold` turns statistics into one
+C x C matrix and a bias per image, :func:`apply_folded` applies them token by token, plus a
+one-pixel neighbourhood for the local part.
 """
 
 from typing import NamedTuple
@@ -20,19 +22,23 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .dynamic_conv import conv_forward, conv_kernel_grad, shifted_products
+from .attention import inline_attention
+from .dynamic_conv import conv_forward, conv_kernel_grad, dynamic_depthwise_conv, shifted_products
 from .mode import is_graph_mode
 
 __all__ = [
     'TokenStatistics',
     'apply_folded',
     'fold',
+    'gather_statistics',
     'inline_attention_tokens',
-    'project_and_gather',
 ]
 
 #: Numbers in one chunk of tokens on a CPU: its centred fp32 copy stays in the cache.
 CHUNK_NUMEL = 2**19
+
+#: With fewer tokens than this times the channels, the plain form has fewer operations.
+SMALL = 1
 
 
 class TokenStatistics(NamedTuple):
@@ -40,29 +46,24 @@ class TokenStatistics(NamedTuple):
 
     Attributes:
         count: Number of tokens.
-        x_mean: (B, C), mean of the tokens.
-        v_mean: (B, C), mean of their values.
-        comoment: (B, C, C), ``sum_j (x_j - x_mean) (v_j - v_mean)^T``; over ``count`` it is
-            ``Cov(x, v)``.
+        mean: (B, C), mean of the tokens.
+        scatter: (B, C, C), ``sum_j (x_j - mean) (x_j - mean)^T``; over ``count`` it is
+            ``Cov(x, x)``.
     """
 
     count: int
-    x_mean: Tensor
-    v_mean: Tensor
-    comoment: Tensor
+    mean: Tensor
+    scatter: Tensor
 
     def merge(self, other: 'TokenStatistics') -> 'TokenStatistics':
         """Statistics of the union of two disjoint sets of tokens; exact and well conditioned."""
         count = self.count + other.count
-        x_step = other.x_mean - self.x_mean
-        v_step = other.v_mean - self.v_mean
-        weight = self.count * (other.count / count)
-        between = x_step.unsqueeze(2) * v_step.unsqueeze(1)
+        step = other.mean - self.mean
+        between = step.unsqueeze(2) * step.unsqueeze(1) * (self.count * other.count / count)
         return TokenStatistics(
             count,
-            self.x_mean + x_step * (other.count / count),
-            self.v_mean + v_step * (other.count / count),
-            self.comoment + other.comoment + between * weight,
+            self.mean + step * (other.count / count),
+            self.scatter + other.scatter + between,
         )
 
 
@@ -71,33 +72,36 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def project_and_gather(
-    x: Tensor, v_weight: Tensor, v_bias: Tensor | None
-) -> tuple[Tensor, TokenStatistics]:
-    """Values of the tokens and the statistics of both; the first half of the operator.
+def gather_statistics(x: Tensor) -> TokenStatistics:
+    """Statistics of tokens x (B, N, C); the first half of the operator.
 
-    Args:
-        x: (B, N, C).
-        v_weight: (C, C), as in ``torch.nn.Linear``, any float dtype.
-        v_bias: (C,) or None.
-
-    Returns:
-        tuple: ``v`` (B, N, C) in the dtype of ``x``, and the :class:`TokenStatistics`.
+    Tokens are centred before they are multiplied, so that a mean far above the deviation costs no
+    digits, and sums are kept in fp32 (fp64 for fp64 tokens).
     """
     wide = wide_dtype(x.dtype)
-    num_tokens, channels = x.shape[1:]
-    weight = v_weight.to(x.dtype)
-    bias = None if v_bias is None else v_bias.to(x.dtype)
+    batch, num_tokens, channels = x.shape
     chunk = max(CHUNK_NUMEL // channels, 1)
-    if is_graph_mode() or x.device.type != 'cpu' or x.shape[0] * num_tokens <= chunk:
-        # Centring one side is enough: it also takes the mean of the other out of the product.
-        x_mean = x.mean(dim=1, dtype=wide)
-        v = F.linear(x, weight, bias)
-        comoment = (x.to(wide) - x_mean.unsqueeze(1)).transpose(1, 2) @ v.to(wide)
-    else:
-        v, x_mean, comoment = _gather_in_chunks(x, weight, bias, chunk)
-    v_mean = F.linear(x_mean, v_weight.to(wide), None if v_bias is None else v_bias.to(wide))
-    return v, TokenStatistics(num_tokens, x_mean, v_mean, comoment)
+    if is_graph_mode() or x.device.type != 'cpu' or batch * num_tokens <= chunk:
+        mean = x.mean(dim=1, dtype=wide)
+        centred = x.to(wide) - mean.unsqueeze(1)
+        return TokenStatistics(num_tokens, mean, centred.transpose(1, 2) @ centred)
+    # One pass over memory: each chunk is centred on its own mean while it is in the cache.
+    sizes = [len(part) for part in x[0].split(chunk)]
+    means = x.new_empty((batch, len(sizes), channels), dtype=wide)
+    scatter = x.new_zeros((batch, channels, channels), dtype=wide)
+    scratch = x.new_empty((max(sizes), channels), dtype=wide)
+    for b in range(batch):
+        for part, mean in zip(x[b].split(chunk), means[b], strict=True):
+            torch.mean(part, dim=0, dtype=wide, out=mean)
+            centred = torch.sub(part, mean, out=scratch[: len(part)])
+            scatter[b].addmm_(centred.t(), centred)
+    # The means of chunks spread around the mean of all: the between-chunk part of the scatter.
+    counts = means.new_tensor(sizes).unsqueeze(1)
+    mean = (means * (counts / num_tokens)).sum(dim=1)
+    if len(sizes) > 1:
+        spread = means - mean.unsqueeze(1)
+        scatter.baddbmm_((spread * counts).transpose(1, 2), spread)
+    return TokenStatistics(num_tokens, mean, scatter)
 
 
 def token_product(a: Tensor, b: Tensor) -> Tensor:
@@ -110,43 +114,13 @@ def token_product(a: Tensor, b: Tensor) -> Tensor:
     return sum(p.to(wide).transpose(-2, -1) @ q.to(wide) for p, q in parts)
 
 
-def _gather_in_chunks(
-    x: Tensor, weight: Tensor, bias: Tensor | None, chunk: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """One pass over memory: each chunk is centred on its own mean while it is in the cache."""
-    batch, num_tokens, channels = x.shape
-    wide = wide_dtype(x.dtype)
-    v = torch.empty_like(x)
-    comoment = x.new_zeros((batch, channels, channels), dtype=wide)
-    sizes = [len(part) for part in x[0].split(chunk)]
-    means = x.new_empty((batch, len(sizes), channels), dtype=wide)
-    scratch = x.new_empty((max(sizes), channels), dtype=wide)
-    for b in range(batch):
-        parts = zip(x[b].split(chunk), v[b].split(chunk), means[b], strict=True)
-        for x_part, v_part, mean in parts:
-            torch.mean(x_part, dim=0, dtype=wide, out=mean)
-            centred = torch.sub(x_part, mean, out=scratch[: len(x_part)])
-            if bias is None:
-                torch.mm(x_part, weight.t(), out=v_part)
-            else:
-                torch.addmm(bias, x_part, weight.t(), out=v_part)
-            comoment[b].addmm_(centred.t(), v_part.to(wide))
-    # The chunks' means spread around the mean of all: the between-chunk part of the comoment.
-    counts = means.new_tensor(sizes).unsqueeze(1)
-    x_mean = (means * (counts / num_tokens)).sum(dim=1)
-    if len(sizes) > 1:
-        spread = means - x_mean.unsqueeze(1)
-        comoment.baddbmm_((spread * counts).transpose(1, 2), spread @ weight.t().to(wide))
-    return v, x_mean, comoment
-
-
 def fold(
     statistics: TokenStatistics,
     qkv_weight: Tensor,
     qkv_bias: Tensor | None,
     num_heads: int,
 ) -> tuple[Tensor, Tensor]:
-    """Fold query and key projections and the covariance into one matrix and bias per image.
+    """Fold the projections and the covariance into one matrix and bias per image.
 
     Args:
         statistics: Of all tokens of each image.
@@ -158,26 +132,30 @@ def fold(
         tuple: ``m`` (B, C, C) and ``bias`` (B, C), with ``o = x @ m + bias``, in the dtype of the
         statistics.
     """
-    count, _, v_mean, comoment = statistics
-    batch, channels = v_mean.shape
+    count, mean, scatter = statistics
+    batch, channels = mean.shape
     head_dim = channels // num_heads
-    wide = comoment.dtype
-    w_q, w_k = qkv_weight[: 2 * channels].to(wide).view(2, num_heads, head_dim, channels)
-    cov = comoment.view(batch, channels, num_heads, head_dim).transpose(1, 2)
+    wide = scatter.dtype
+    w_q, w_k, w_v = qkv_weight.to(wide).view(3, num_heads, head_dim, channels).unbind(0)
+    w_v = w_v.reshape(channels, channels)
+    # Cov(x, v), its columns split in heads.
+    cov = (scatter @ w_v.t()).view(batch, channels, num_heads, head_dim).transpose(1, 2)
     a = (w_k * (head_dim**-0.5 / count)) @ cov
     m = (w_q.transpose(1, 2) @ a).transpose(1, 2).reshape(batch, channels, channels)
-    if qkv_bias is None:
-        return m, v_mean
-    b_q = qkv_bias[:channels].to(wide).view(num_heads, 1, head_dim)
-    return m, v_mean + (b_q @ a).reshape(batch, channels)
+    bias = mean @ w_v.t()
+    if qkv_bias is not None:
+        b_q, _, b_v = qkv_bias.to(wide).view(3, channels).unbind(0)
+        b_q = b_q.view(num_heads, 1, head_dim)
+        bias = bias + b_v + (b_q @ a).reshape(batch, channels)
+    return m, bias
 
 
 def apply_folded(
     x: Tensor,
-    v: Tensor,
     x_mean: Tensor,
     m: Tensor,
     bias: Tensor,
+    v: Tensor | None = None,
     kernel: Tensor | None = None,
     kernel_bias: Tensor | None = None,
     hw: tuple[int, int] | None = None,
@@ -185,10 +163,12 @@ def apply_folded(
     """``x @ m + bias`` and, given a kernel, the local part; the second half of the operator.
 
     Args:
-        x, v: (B, N, C), tokens and values of one dtype.
+        x: (B, N, C).
         x_mean, bias: (B, C), in the dtype of the statistics.
         m: (B, C, C), in the dtype of the statistics.
-        kernel: (B, C, 3, 3) for the last H * W tokens, or None.
+        v: Values of the last H * W tokens, (B, H * W, C) in the dtype of ``x``; required with a
+            kernel.
+        kernel: (B, C, 3, 3) for those tokens, or None.
         kernel_bias: (C,) added to those tokens, or None.
         hw: ``(H, W)``; required with a kernel.
 
@@ -208,12 +188,12 @@ def apply_folded(
     local_bias = bias if kernel_bias is None else bias + kernel_bias.to(bias.dtype)
     if is_graph_mode():
         out = x @ m_rounded
-        local = shifted_products(v[:, prefix:], kernel, hw, local_bias.to(dtype))
+        local = shifted_products(v, kernel, hw, local_bias.to(dtype))
         if not prefix:
             return out + local
         head = out[:, :prefix] + bias.to(dtype).unsqueeze(1)
         return torch.cat([head, out[:, prefix:] + local], dim=1)
-    local = conv_forward(v[:, prefix:], kernel, hw, local_bias.to(dtype))
+    local = conv_forward(v, kernel, hw, local_bias.to(dtype))
     if prefix:
         head = bias.to(dtype).unsqueeze(1).expand(-1, prefix, -1)
         local = torch.cat([head, local], dim=1)
@@ -234,7 +214,7 @@ def inline_attention_tokens(
 
     Linear in N in time and memory. Tokens may be fp64, fp32, bf16 or fp16; statistics and the
     folding run in fp32 (fp64 for fp64). Autocast applies as it does to a linear layer. In eager
-    mode only ``x`` and ``v`` are saved for the backward pass.
+    mode only ``x`` is saved for the backward pass.
 
     Args:
         x: Tokens, (B, N, C).
@@ -252,40 +232,61 @@ def inline_attention_tokens(
     if torch.is_autocast_enabled(device):
         x = x.to(torch.get_autocast_dtype(device))
     with torch.autocast(device, enabled=False):
-        if not is_graph_mode():
-            return _InLineAttention.apply(
-                x, qkv_weight, qkv_bias, num_heads, kernel, kernel_bias, hw
-            )
-        channels = x.shape[-1]
-        v_bias = None if qkv_bias is None else qkv_bias[2 * channels :]
-        v, statistics = project_and_gather(x, qkv_weight[2 * channels :], v_bias)
-        m, bias = fold(statistics, qkv_weight, qkv_bias, num_heads)
-        return apply_folded(x, v, statistics.x_mean, m, bias, kernel, kernel_bias, hw)
+        if x.shape[1] < SMALL * x.shape[2]:
+            return _plain(x, qkv_weight, qkv_bias, num_heads, kernel, kernel_bias, hw)
+        if is_graph_mode():
+            return _folded(x, qkv_weight, qkv_bias, num_heads, kernel, kernel_bias, hw)[0]
+        return _InLineAttention.apply(x, qkv_weight, qkv_bias, num_heads, kernel, kernel_bias, hw)
+
+
+def _plain(x, qkv_weight, qkv_bias, num_heads, kernel, kernel_bias, hw):
+    """With q, k and v: fewer operations where the tokens are few for their channels."""
+    dtype = x.dtype
+    qkv = F.linear(x, qkv_weight.to(dtype), None if qkv_bias is None else qkv_bias.to(dtype))
+    q, k, v = qkv.unflatten(-1, (3, num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+    out = inline_attention(q, k, v, q.shape[-1] ** -0.5).transpose(1, 2).flatten(2)
+    if kernel is None:
+        return out
+    bias = None if kernel_bias is None else kernel_bias.to(dtype)
+    prefix = x.shape[1] - hw[0] * hw[1]
+    v = qkv[:, prefix:, 2 * x.shape[2] :]
+    local = dynamic_depthwise_conv(v, kernel.to(dtype), hw, bias)
+    return out + (F.pad(local, (0, 0, prefix, 0)) if prefix else local)
+
+
+def _folded(x, qkv_weight, qkv_bias, num_heads, kernel, kernel_bias, hw):
+    """Both halves; the output and the statistics."""
+    statistics = gather_statistics(x)
+    m, bias = fold(statistics, qkv_weight, qkv_bias, num_heads)
+    v = None if kernel is None else _values(x, qkv_weight, qkv_bias, hw)
+    return apply_folded(x, statistics.mean, m, bias, v, kernel, kernel_bias, hw), statistics
+
+
+def _values(x: Tensor, qkv_weight: Tensor, qkv_bias: Tensor | None, hw: tuple[int, int]) -> Tensor:
+    """v of the tokens that form the map."""
+    channels = x.shape[-1]
+    bias = None if qkv_bias is None else qkv_bias[2 * channels :].to(x.dtype)
+    tokens = x[:, x.shape[1] - hw[0] * hw[1] :]
+    return F.linear(tokens, qkv_weight[2 * channels :].to(x.dtype), bias)
 
 
 class _InLineAttention(torch.autograd.Function):
-    """The operator with a backward pass of six token-sized products, saving x and v."""
+    """The folded form with a backward pass of six token-sized products, saving nothing but x."""
 
     @staticmethod
     def forward(ctx, x, qkv_weight, qkv_bias, num_heads, kernel, kernel_bias, hw):
-        channels = x.shape[-1]
         x = x.contiguous()
-        v_bias = None if qkv_bias is None else qkv_bias[2 * channels :]
-        v, statistics = project_and_gather(x, qkv_weight[2 * channels :], v_bias)
-        m, bias = fold(statistics, qkv_weight, qkv_bias, num_heads)
-        out = apply_folded(x, v, statistics.x_mean, m, bias, kernel, kernel_bias, hw)
-        ctx.save_for_backward(x, v, qkv_weight, qkv_bias, kernel, kernel_bias, *statistics[1:])
+        out, statistics = _folded(x, qkv_weight, qkv_bias, num_heads, kernel, kernel_bias, hw)
+        ctx.save_for_backward(x, qkv_weight, qkv_bias, kernel, kernel_bias, *statistics[1:])
         ctx.num_heads, ctx.hw = num_heads, hw
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        x, v, qkv_weight, qkv_bias, kernel, kernel_bias, x_mean, v_mean, comoment = (
-            ctx.saved_tensors
-        )
+        x, qkv_weight, qkv_bias, kernel, kernel_bias, mean, scatter = ctx.saved_tensors
         num_tokens, channels = x.shape[1:]
-        dtype, wide = x.dtype, comoment.dtype
+        dtype, wide = x.dtype, scatter.dtype
         grad = grad.contiguous()
         grad_sum = grad.sum(dim=1, dtype=wide)
 
@@ -293,51 +294,45 @@ class _InLineAttention(torch.autograd.Function):
         with torch.enable_grad():
             leaves = [
                 None if t is None else t.detach().requires_grad_()
-                for t in (v_mean, comoment, qkv_weight, qkv_bias)
+                for t in (mean, scatter, qkv_weight, qkv_bias)
             ]
-            statistics = TokenStatistics(num_tokens, x_mean, *leaves[:2])
+            statistics = TokenStatistics(num_tokens, *leaves[:2])
             m, bias = fold(statistics, *leaves[2:], ctx.num_heads)
-            grads = torch.autograd.grad(
+            grad_mean, grad_scatter, *grad_params = torch.autograd.grad(
                 (m, bias),
                 [leaf for leaf in leaves if leaf is not None],
                 (token_product(x, grad), grad_sum),
             )
-        grad_v_mean, grad_comoment, grad_weight = grads[:3]
-        grad_bias = grads[3] if qkv_bias is not None else None
-
-        # v reaches the output through its mean, the comoment and the convolution.
-        # Its gradients are of the order of 1 / N: scaled by N they stay within fp16's range.
-        s, alpha = (grad_comoment * num_tokens).to(dtype), 1 / num_tokens
-        constant = grad_v_mean - (x_mean.unsqueeze(1) @ s.to(wide)).squeeze(1)
-        constant = (constant * alpha).to(dtype)
-        grad_kernel = grad_kernel_bias = None
-        if kernel is None:
-            grad_v = torch.baddbmm(constant.unsqueeze(1), x, s, alpha=alpha)
-        else:
-            prefix = num_tokens - ctx.hw[0] * ctx.hw[1]
-            patch_grad = grad[:, prefix:]
-            flipped = kernel.to(dtype).flip(2, 3)
-            grad_v = conv_forward(patch_grad, flipped, ctx.hw, constant)
-            if prefix:
-                head = constant.unsqueeze(1).expand(-1, prefix, -1)
-                grad_v = torch.cat([head, grad_v], dim=1)
-            grad_v.baddbmm_(x, s, alpha=alpha)
-            if ctx.needs_input_grad[4]:
-                grad_kernel = conv_kernel_grad(patch_grad, v[:, prefix:], kernel, ctx.hw)
-            if kernel_bias is not None and ctx.needs_input_grad[5]:
-                patch_sum = grad_sum - grad[:, :prefix].sum(dim=1, dtype=wide)
-                grad_kernel_bias = patch_sum.sum(0).to(kernel_bias.dtype)
+        grad_weight = grad_params[0]
+        grad_bias = grad_params[1] if qkv_bias is not None else None
 
         grad_x = None
         if ctx.needs_input_grad[0]:
-            s_t = s.transpose(1, 2)
-            row = (v_mean.unsqueeze(1) @ s_t.to(wide) * -alpha).to(dtype)
-            grad_x = torch.baddbmm(row, grad, m.detach().to(dtype).transpose(1, 2))
-            grad_x.baddbmm_(v, s_t, alpha=alpha)
-            weight = qkv_weight[2 * channels :].to(dtype)
-            grad_x.flatten(0, 1).addmm_(grad_v.flatten(0, 1), weight)
-        if ctx.needs_input_grad[1]:
-            grad_weight[2 * channels :] += token_product(grad_v.flatten(0, 1), x.flatten(0, 1))
-        if grad_bias is not None:
-            grad_bias[2 * channels :] += grad_v.sum(dim=(0, 1), dtype=wide)
+            # Gradients of the scatter are of the order of 1 / N: times N they suit fp16.
+            q = (grad_scatter + grad_scatter.transpose(1, 2)).mul_(num_tokens).to(dtype)
+            row = (grad_mean - (mean.unsqueeze(1) @ q.to(wide)).squeeze(1)) / num_tokens
+            m = m.detach().to(dtype).transpose(1, 2)
+            grad_x = torch.baddbmm(row.to(dtype).unsqueeze(1), grad, m)
+            grad_x.baddbmm_(x, q, alpha=1 / num_tokens)
+
+        grad_kernel = grad_kernel_bias = None
+        if kernel is not None:
+            prefix = num_tokens - ctx.hw[0] * ctx.hw[1]
+            patch_grad = grad[:, prefix:]
+            if ctx.needs_input_grad[4]:
+                v = _values(x, qkv_weight, qkv_bias, ctx.hw)
+                grad_kernel = conv_kernel_grad(patch_grad, v, kernel, ctx.hw)
+                del v
+            grad_v = conv_forward(patch_grad, kernel.to(dtype).flip(2, 3), ctx.hw, None)
+            if grad_x is not None:
+                w_v = qkv_weight[2 * channels :].to(dtype).expand(len(x), -1, -1)
+                grad_x[:, prefix:].baddbmm_(grad_v, w_v)
+            if ctx.needs_input_grad[1]:
+                tokens = x[:, prefix:].flatten(0, 1)
+                grad_weight[2 * channels :] += token_product(grad_v.flatten(0, 1), tokens)
+            if grad_bias is not None:
+                grad_bias[2 * channels :] += grad_v.sum(dim=(0, 1), dtype=wide)
+            if kernel_bias is not None and ctx.needs_input_grad[5]:
+                patch_sum = grad_sum - grad[:, :prefix].sum(dim=1, dtype=wide)
+                grad_kernel_bias = patch_sum.sum(0).to(kernel_bias.dtype)
         return grad_x, grad_weight, grad_bias, None, grad_kernel, grad_kernel_bias, None
