@@ -6,18 +6,33 @@ what is not used is reported, and what does not fit is an error.
 """
 
 import argparse
+import functools
+import os
 import os.path as osp
 import pickle
 import re
+import threading
 import zipfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
+import numpy as np
 import torch
 from mmengine.fileio import get_local_path
-from mmengine.logging import print_log
+from mmengine.logging import HistoryBuffer, print_log
+from mmengine.runner.checkpoint import CheckpointLoader
 from torch import Tensor, nn
 
-__all__ = ['CheckpointError', 'from_authors', 'load_backbone', 'read_checkpoint', 'to_authors']
+__all__ = [
+    'CheckpointError',
+    'from_authors',
+    'guard_mmengine',
+    'is_whole',
+    'load_backbone',
+    'read_checkpoint',
+    'to_authors',
+    'trusts_checkpoints',
+]
 
 StateDict = dict[str, Tensor]
 
@@ -38,9 +53,44 @@ def _inert(module: str, name: str) -> type:
     return type(name, (_InertMapping,), {'__module__': module, '__qualname__': name})
 
 
+def _alias(path: str, function: Callable) -> Callable:
+    """The function, to be found by a checkpoint under another name."""
+
+    @functools.wraps(function)
+    def alias(*args):
+        return function(*args)
+
+    alias.__module__, alias.__name__ = path.rsplit('.', 1)
+    alias.__qualname__ = alias.__name__
+    return alias
+
+
+def _history_buffer_method(owner: type, name: str) -> Callable:
+    """The one use that mmengine's log history has for getattr, and no other."""
+    if owner is not HistoryBuffer or name not in ('min', 'max', 'mean', 'current'):
+        raise pickle.UnpicklingError(f'it asks for getattr({owner!r}, {name!r})')
+    return getattr(owner, name)
+
+
+_numpy_core = np._core if hasattr(np, '_core') else np.core
+
 #: Globals a training checkpoint may name beside its tensors. Configuration objects of the
-#: authors' trainers become plain mappings; argparse's namespace has no code of its own.
-_SAFE_GLOBALS = (_inert('yacs.config', 'CfgNode'), argparse.Namespace)
+#: authors' trainers become plain mappings; argparse's namespace has no code of its own; the rest
+#: is the log history that mmengine keeps, with numpy's arrays under the names of numpy 1 and 2.
+_SAFE_GLOBALS = (
+    _inert('yacs.config', 'CfgNode'),
+    argparse.Namespace,
+    HistoryBuffer,
+    _alias('builtins.getattr', _history_buffer_method),
+    np.ndarray,
+    np.dtype,
+    *(type(np.dtype(kind)) for kind in ('bool', 'int32', 'int64', 'uint32', 'float32', 'float64')),
+    *(
+        _alias(f'numpy.{core}.multiarray.{name}', getattr(_numpy_core.multiarray, name))
+        for core in ('core', '_core')
+        for name in ('_reconstruct', 'scalar')
+    ),
+)
 
 #: Entries under which trainers keep the weights, in order of preference.
 _WRAPPERS = ('state_dict', 'model', 'model_state_dict', 'module')
@@ -76,14 +126,14 @@ def read_checkpoint(path: str) -> StateDict:
     return _find_weights(content, path)
 
 
-def _read_local(path: str):
+def _read_local(path: str, map_location='cpu'):
     if path.endswith('.safetensors'):
         from safetensors.torch import load_file
 
         return load_file(path)
     if osp.getsize(path) == 0:
         raise EOFError('the file is empty')
-    return torch.load(path, map_location='cpu', weights_only=True)
+    return torch.load(path, map_location=map_location, weights_only=True)
 
 
 def _safely(path: str, read: Callable):
@@ -96,7 +146,8 @@ def _safely(path: str, read: Callable):
             raise CheckpointError(
                 f'checkpoint {path!r} refused: to unpickle it would run code ({named.group(1)}). '
                 'If you trust it, load it yourself with torch.load(..., weights_only=False) and '
-                "save its state dict alone: torch.save({'state_dict': ...}, FILE)"
+                "save its state dict alone: torch.save({'state_dict': ...}, FILE); or set "
+                f'{_TRUST}=1 in the environment for mmengine to load it as it is'
             ) from error
         raise CheckpointError(f'{path!r} is not a readable checkpoint: {error}') from error
     except CheckpointError:
@@ -104,8 +155,24 @@ def _safely(path: str, read: Callable):
     except OSError as error:
         raise CheckpointError(f'checkpoint {path!r} cannot be read: {error}') from error
     except Exception as error:  # Whatever a damaged file makes its reader raise.
-        detail = 'truncated or damaged' if zipfile.is_zipfile(path) else 'no checkpoint'
+        detail = 'truncated or damaged' if _starts_as_checkpoint(path) else 'no checkpoint'
         raise CheckpointError(f'{path!r} is {detail}: {error}') from error
+
+
+def _starts_as_checkpoint(path: str) -> bool:
+    if not osp.isfile(path):
+        return False
+    with open(path, 'rb') as file:
+        return file.read(2) == b'PK'
+
+
+def is_whole(path: str) -> bool:
+    """Whether a local file is a checkpoint that was written to its end; it is not read."""
+    try:
+        with zipfile.ZipFile(path) as archive:  # Its directory is written last.
+            return any(name.endswith('/data.pkl') for name in archive.namelist())
+    except (OSError, zipfile.BadZipFile):
+        return False
 
 
 def _find_weights(content: object, path: str) -> StateDict:
@@ -127,6 +194,84 @@ def _find_weights(content: object, path: str) -> StateDict:
     if all(key.startswith('module.') for key in weights):
         weights = {key.removeprefix('module.'): value for key, value in weights.items()}
     return weights
+
+
+# --------------------------------------------------------------------------------------------------
+# Reading by mmengine
+
+#: PyTorch's variable for reading without ``weights_only``; PyTorch before 2.6 does not know it.
+_TRUST = 'TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD'
+_FORCE = 'TORCH_FORCE_WEIGHTS_ONLY_LOAD'
+_FORCING = threading.RLock()
+
+
+def trusts_checkpoints() -> bool:
+    """Whether the environment allows checkpoints to run code when they are loaded."""
+    return os.environ.get(_TRUST, '0').lower() in ('1', 'y', 'yes', 'true')
+
+
+def guard_mmengine() -> None:
+    """Make mmengine refuse checkpoints that would run code, or hold weights that are not numbers.
+
+    mmengine reads every checkpoint (``load_from``, ``resume``, ``init_cfg``, the inferencers)
+    through the loaders of its ``CheckpointLoader``; these are replaced, for this process. Other
+    uses of ``torch.load`` are left alone. With ``TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1`` in the
+    environment, mmengine's own loaders are used as they are. Calling it again changes nothing.
+    """
+    for prefix, loader in list(CheckpointLoader._schemes.items()):
+        if not hasattr(loader, '__wrapped__'):
+            CheckpointLoader.register_scheme(prefix, loader=_guarded(prefix, loader), force=True)
+
+
+def _guarded(prefix: str, loader: Callable) -> Callable:
+    """A loader of mmengine's that raises a CheckpointError for what it must not load."""
+
+    @functools.wraps(loader)
+    def guarded(filename, map_location=None):
+        if trusts_checkpoints():
+            return loader(filename, map_location)
+        if prefix:
+            with _weights_only_forced():
+                content = _safely(filename, lambda: loader(filename, map_location))
+        else:
+            path = osp.expanduser(filename)
+            if not osp.isfile(path):
+                raise FileNotFoundError(f'checkpoint {filename!r} does not exist')
+            content = _safely(path, lambda: _read_local(path, map_location))
+        if not isinstance(content, Mapping):
+            raise CheckpointError(
+                f'checkpoint {filename!r} holds a {type(content).__name__}, not a state dict'
+            )
+        _refuse_nan(content, filename)
+        return content
+
+    return guarded
+
+
+@contextmanager
+def _weights_only_forced() -> Iterator[None]:
+    # mmengine's loaders do not pass weights_only on; the environment is the one way in.
+    with _FORCING:
+        before = os.environ.get(_FORCE)
+        os.environ[_FORCE] = '1'
+        try:
+            yield
+        finally:
+            os.environ.pop(_FORCE) if before is None else os.environ.update({_FORCE: before})
+
+
+def _refuse_nan(content: Mapping, path: str) -> None:
+    weights = content.get('state_dict', content)
+    damaged = [
+        key
+        for key, value in (weights.items() if isinstance(weights, Mapping) else ())
+        if isinstance(value, Tensor) and value.is_floating_point() and value.isnan().any()
+    ]
+    if damaged:
+        raise CheckpointError(
+            f'checkpoint {path!r} holds weights that are nan: {some(damaged)}; '
+            'the training that wrote it had diverged'
+        )
 
 
 # --------------------------------------------------------------------------------------------------
@@ -312,27 +457,27 @@ def load_backbone(model: nn.Module, path: str, prefix: str | None = None) -> Non
                 resized[key] = f'{key} {tuple(value.shape)} -> {tuple(fitted.shape)}'
                 state[key] = fitted
     if unknown:
-        problems.append(f'unknown to the model: {_some(unknown)}')
+        problems.append(f'unknown to the model: {some(unknown)}')
     if missing:
-        problems.append(f'missing: {_some(missing)}')
+        problems.append(f'missing: {some(missing)}')
     if problems:
         raise CheckpointError(
             f'checkpoint {path!r} does not fit {type(model).__name__} (arch {model.arch_name}); '
-            f'is it of another family or size? {_some(problems, "; ")}'
+            f'is it of another family or size? {some(problems, "; ")}'
         )
     new = [key for key in own if key not in state]
     model.load_state_dict({**own, **state})
     notes = [f'{len(state)} entries from {path}']
-    notes += [f'not used ({why}): {_some(keys)}' for why, keys in not_used.items()]
+    notes += [f'not used ({why}): {some(keys)}' for why, keys in not_used.items()]
     if others:
         notes.append(f'not used (outside {prefix}): {others} entries')
     if resized:
-        notes.append(f'resized: {_some(list(resized.values()))}')
+        notes.append(f'resized: {some(list(resized.values()))}')
     if new:
-        notes.append(f'not in the checkpoint, left as initialised: {_some(new)}')
+        notes.append(f'not in the checkpoint, left as initialised: {some(new)}')
     print_log(f'{type(model).__name__} loaded {"; ".join(notes)}', logger='current')
 
 
-def _some(items: list[str], joiner: str = ', ', most: int = 6) -> str:
+def some(items: list[str], joiner: str = ', ', most: int = 6) -> str:
     more = f'{joiner}... ({len(items)} in all)' if len(items) > most else ''
     return joiner.join(items[:most]) + more

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import logging
 import os
-import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import torch
 from mmengine.config import Config, DictAction
+from mmengine.hooks import CheckpointHook
 from mmengine.hub import get_config
-from mmengine.logging import HistoryBuffer, print_log
+from mmengine.logging import print_log
 from mmengine.registry import RUNNERS
 from mmengine.runner import Runner
+
+from .checkpoint import trusts_checkpoints
 
 
 def add_common_arguments(parser: argparse.ArgumentParser) -> None:
@@ -135,46 +137,45 @@ def prepare_config(args: argparse.Namespace, loaders: tuple[str, ...]) -> Config
     return cfg
 
 
-def _history_buffer_method(owner: type, name: str) -> Callable:
-    """The one use of getattr in mmengine's checkpoints, and in no more than that."""
-    if owner is not HistoryBuffer or name not in ('min', 'max', 'mean', 'current'):
-        raise pickle.UnpicklingError(f'a checkpoint asks for getattr({owner!r}, {name!r})')
-    return getattr(owner, name)
+def add_hook(cfg: Config, hook: dict) -> None:
+    """Add a hook to the config's ``custom_hooks``, unless it has one of that type."""
+    hooks = list(cfg.get('custom_hooks') or ())
+    if all(hook['type'] != present.get('type') for present in hooks):
+        cfg.custom_hooks = [*hooks, hook]
 
 
-# The name under which a checkpoint refers to it.
-_history_buffer_method.__module__, _history_buffer_method.__name__ = 'builtins', 'getattr'
-
-
-def _read_weights_only() -> None:
-    """Let every checkpoint of this process be read with ``weights_only``.
-
-    Allowed besides tensors are numpy arrays and the log history that mmengine saves.
-    """
-    # torch before 2.4 has no such list, and mmengine's checkpoints could not be read at all.
-    if hasattr(torch.serialization, 'add_safe_globals'):
-        core = np._core if hasattr(np, '_core') else np.core
-        torch.serialization.add_safe_globals(
-            [
-                HistoryBuffer,
-                _history_buffer_method,
-                np.ndarray,
-                np.dtype,
-                core.multiarray._reconstruct,
-                core.multiarray.scalar,
-                *(type(np.dtype(kind)) for kind in ('int64', 'uint32', 'float32', 'float64')),
-            ]
-        )
-        os.environ['TORCH_FORCE_WEIGHTS_ONLY_LOAD'] = '1'
+def _without_sync_bn(cfg: object) -> bool:
+    """Replace SyncBN by BN in a model's config; whether there was any."""
+    found = False
+    if isinstance(cfg, dict):
+        if cfg.get('type') in ('SyncBN', 'MMSyncBN'):
+            cfg['type'], found = 'BN', True
+        cfg = list(cfg.values())
+    for value in cfg if isinstance(cfg, list | tuple) else ():
+        found = _without_sync_bn(value) or found
+    return found
 
 
 def build_runner(cfg: Config, local_rank: int = 0) -> Runner:
     """Build the config's runner; start its process group where mmengine cannot.
 
     mmengine starts a process group on GPUs only. Without one, ``--launcher pytorch`` gets
-    gloo and a model wrapper that asks for no device.
+    gloo and a model wrapper that asks for no device. Nothing in this process reads a file with
+    ``torch.load`` but with ``weights_only``, unless the environment says otherwise.
     """
     os.environ.setdefault('LOCAL_RANK', str(local_rank))
+    if not trusts_checkpoints():
+        os.environ.setdefault('TORCH_FORCE_WEIGHTS_ONLY_LOAD', '1')
+    if not torch.cuda.is_available() and _without_sync_bn(cfg.model):
+        print_log(
+            'No GPU is visible, and PyTorch has SyncBN for GPUs only: BN takes its place, with '
+            'statistics of each process alone.',
+            logger='current',
+            level=logging.WARNING,
+        )
+    hook = cfg.get('default_hooks', {}).get('checkpoint') or {}
+    if hook.get('type') in ('CheckpointHook', CheckpointHook):
+        hook.type = 'DurableCheckpointHook'
     if cfg.launcher == 'pytorch' and not torch.cuda.is_available():
         print_log('No GPU is visible: the processes communicate by gloo.', logger='current')
         if not torch.distributed.is_initialized():
@@ -187,7 +188,6 @@ def build_runner(cfg: Config, local_rank: int = 0) -> Runner:
                 find_unused_parameters=cfg.get('find_unused_parameters', False),
             )
         cfg.model_wrapper_cfg.device_ids = None
-    _read_weights_only()
     if 'runner_type' in cfg:
         return RUNNERS.build(cfg)
     return Runner.from_cfg(cfg)

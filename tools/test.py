@@ -6,7 +6,7 @@ from copy import deepcopy
 
 from mmengine.config import Config, ConfigDict
 
-from inline_mm.launch import add_common_arguments, build_runner, prepare_config
+from inline_mm.launch import add_common_arguments, add_hook, build_runner, prepare_config
 
 
 def parse_args() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
@@ -83,6 +83,7 @@ def main() -> None:
         if '://' not in args.checkpoint and not os.path.isfile(args.checkpoint):
             raise FileNotFoundError(f'checkpoint {args.checkpoint!r} does not exist')
         cfg.load_from = args.checkpoint
+        add_hook(cfg, dict(type='StrictLoadHook'))
         if args.show or args.show_dir:
             draw_predictions(cfg, args)
         if args.tta:

@@ -2,7 +2,11 @@
 
 import argparse
 
-from inline_mm.launch import add_common_arguments, build_runner, prepare_config
+import torch
+
+from inline_mm.checkpoint import CheckpointError
+from inline_mm.hooks import latest_checkpoint
+from inline_mm.launch import add_common_arguments, add_hook, build_runner, prepare_config
 
 
 def parse_args() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
@@ -17,7 +21,12 @@ def parse_args() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
         help='go on from a checkpoint; without a value, from the latest in the '
         'work dir, if there is any',
     )
-    parser.add_argument('--amp', action='store_true', help='train in automatic mixed precision')
+    parser.add_argument(
+        '--amp',
+        action='store_true',
+        help='train in automatic mixed precision: optim_wrapper.dtype, or by default float16 on a '
+        'GPU and bfloat16 on a CPU',
+    )
     parser.add_argument(
         '--auto-scale-lr',
         action='store_true',
@@ -39,7 +48,9 @@ def main() -> None:
             parser.error(
                 f"--amp needs optim_wrapper.type 'OptimWrapper', the config has {wrapper!r}"
             )
-        cfg.optim_wrapper.type = 'AmpOptimWrapper'
+        cfg.optim_wrapper.type = (
+            'AmpOptimWrapper' if torch.cuda.is_available() else 'CPUAmpOptimWrapper'
+        )
         cfg.optim_wrapper.setdefault('loss_scale', 'dynamic')
     if args.auto_scale_lr:
         if 'base_batch_size' not in cfg.get('auto_scale_lr', {}):
@@ -49,8 +60,15 @@ def main() -> None:
             )
         cfg.auto_scale_lr.enable = True
     if args.resume is not None:
-        cfg.resume = True
-        cfg.load_from = None if args.resume == 'auto' else args.resume
+        try:
+            found = latest_checkpoint(cfg.work_dir) if args.resume == 'auto' else args.resume
+        except CheckpointError as error:
+            parser.error(str(error))
+        # Without a checkpoint there is nothing to go on from, and pre-trained weights stay.
+        if found is not None:
+            cfg.resume, cfg.load_from = True, found
+            add_hook(cfg, dict(type='StrictLoadHook'))
+    add_hook(cfg, dict(type='CheckTargetsHook'))
 
     build_runner(cfg, args.local_rank).train()
 
