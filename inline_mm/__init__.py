@@ -7,5 +7,23 @@ check_stack()
 register_config_packages()
 
 from .backbones import InLineCSwin, InLineDeiT, InLinePVT, InLineSwin  # noqa: E402
+from .checkpoint import guard_mmengine  # noqa: E402
+from .hooks import CheckTargetsHook, DurableCheckpointHook, StrictLoadHook  # noqa: E402
+from .optim import CPUAmpOptimWrapper, LearningRateDecayOptimizerConstructor  # noqa: E402
 
-__all__ = ['InLineCSwin', 'InLineDeiT', 'InLinePVT', 'InLineSwin', '__version__', 'check_stack']
+guard_mmengine()
+
+__all__ = [
+    'CPUAmpOptimWrapper',
+    'CheckTargetsHook',
+    'DurableCheckpointHook',
+    'InLineCSwin',
+    'InLineDeiT',
+    'InLinePVT',
+    'InLineSwin',
+    'LearningRateDecayOptimizerConstructor',
+    'StrictLoadHook',
+    '__version__',
+    'check_stack',
+    'guard_mmengine',
+]

@@ -128,7 +128,7 @@ class LearningRateDecayOptimizerConstructor(DefaultOptimWrapperConstructor):
 
     def _layers(self, backbone: InLineBackbone) -> tuple[dict[nn.Parameter, int], int]:
         """The layer of every parameter but the output norms', and the number of layers."""
-        stem, *levels = backbone.levels()
+        _, *levels = backbone.levels()
         count = self.paramwise_cfg.get('num_layers')
         stage_wise = self.paramwise_cfg.get('decay_type') == 'stage_wise'
         # A level of DeiT is one block, and has no stage about it.
