@@ -23,7 +23,7 @@ model = dict(
 )
 
 optim_wrapper = dict(
-    clip_grad=dict(max_norm=1.0),
+    clip_grad=dict(_delete_=True, max_norm=1.0),
     optimizer=dict(_delete_=True, type='AdamW', lr=1e-3, weight_decay=0.05),
     paramwise_cfg=dict(norm_decay_mult=0.0, custom_keys=dict(pos_embed=dict(decay_mult=0.0))),
 )
