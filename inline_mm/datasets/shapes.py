@@ -56,7 +56,7 @@ def _check_range(
 ) -> list:
     allowed = f'at least {lowest}' if highest == math.inf else f'within [{lowest}, {highest}]'
     valid = (
-        isinstance(value, Sequence)
+        isinstance(value, list | tuple)
         and len(value) == 2
         and all(isinstance(v, kind) and not isinstance(v, bool) for v in value)
         and lowest <= value[0] <= value[1] <= highest
@@ -82,7 +82,7 @@ def _arguments(
     """Check the arguments of :func:`make_shapes`; return them as they stand in the marker."""
     if isinstance(image_size, int):
         image_size = (image_size, image_size)
-    if not isinstance(image_size, Sequence) or len(image_size) != 2:
+    if not isinstance(image_size, list | tuple) or len(image_size) != 2:
         raise ValueError(
             f'image_size must be an integer or two integers (height, width), but got {image_size!r}'
         )
