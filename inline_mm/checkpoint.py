@@ -15,6 +15,7 @@ import threading
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -25,6 +26,8 @@ from torch import Tensor, nn
 
 __all__ = [
     'CheckpointError',
+    'Fitted',
+    'fit_checkpoint',
     'from_authors',
     'guard_mmengine',
     'is_whole',
@@ -402,11 +405,29 @@ _NOT_USED = {
 }
 
 
-def load_backbone(model: nn.Module, path: str, prefix: str | None = None) -> None:
-    """Load a checkpoint into a backbone, strictly.
+class Fitted(NamedTuple):
+    """What a checkpoint holds for a backbone; see :func:`fit_checkpoint`.
+
+    Attributes:
+        entries: What the backbone takes, under its names and in its shapes.
+        not_used: What it has no use for, by reason: names and tensors.
+        num_outside: Entries outside the prefix.
+        resized: Which entries were resized, and from and to which shape.
+        new: The backbone's entries that the checkpoint may lack and does.
+    """
+
+    entries: StateDict
+    not_used: dict[str, StateDict]
+    num_outside: int
+    resized: list[str]
+    new: list[str]
+
+
+def fit_checkpoint(model: nn.Module, path: str, prefix: str | None = None) -> Fitted:
+    """Read a checkpoint for a backbone and bring it to its names and shapes, strictly.
 
     Args:
-        model: A backbone of this package.
+        model: A backbone of this package; it is not changed.
         path: See :func:`read_checkpoint`.
         prefix: Take only entries under this prefix; by default ``'backbone.'`` where the
             checkpoint has it.
@@ -414,11 +435,10 @@ def load_backbone(model: nn.Module, path: str, prefix: str | None = None) -> Non
     Raises:
         FileNotFoundError: If there is no such file.
         CheckpointError: If the file is unreadable or unsafe, has entries that are not finite or
-            have another shape, lacks some, or has some the model does not know. Nothing is loaded
-            then.
+            have another shape, lacks some, or has some the model does not know.
     """
     state = read_checkpoint(path)
-    others = 0
+    num_outside = 0
     if prefix is None and any(key.startswith('backbone.') for key in state):
         prefix = 'backbone.'
     if prefix is not None:
@@ -426,7 +446,7 @@ def load_backbone(model: nn.Module, path: str, prefix: str | None = None) -> Non
         inside = {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
         if not inside:
             raise CheckpointError(f'checkpoint {path!r} has no entries under prefix {prefix!r}')
-        others = len(state) - len(inside)
+        num_outside = len(state) - len(inside)
         state = inside
     own = model.state_dict()
     state = from_authors(state, model.family, own)
@@ -434,13 +454,13 @@ def load_backbone(model: nn.Module, path: str, prefix: str | None = None) -> Non
     for key in [key for key in state if key not in own]:
         reason = next((why for name, why in _NOT_USED.items() if re.fullmatch(name, key)), None)
         reason = reason or model.why_not_used(key)
+        value = state.pop(key)
         if reason is None:
             unknown.append(key)
         else:
-            not_used.setdefault(reason, []).append(key)
-        del state[key]
+            not_used.setdefault(reason, {})[key] = value
     missing = [key for key in own if key not in state and not model.may_be_missing(key)]
-    resized = {}
+    resized = []
     problems = []
     for key, value in list(state.items()):
         if not value.is_floating_point():
@@ -454,7 +474,7 @@ def load_backbone(model: nn.Module, path: str, prefix: str | None = None) -> Non
                     f'{key} has shape {tuple(value.shape)}, the model wants {tuple(own[key].shape)}'
                 )
             else:
-                resized[key] = f'{key} {tuple(value.shape)} -> {tuple(fitted.shape)}'
+                resized.append(f'{key} {tuple(value.shape)} -> {tuple(fitted.shape)}')
                 state[key] = fitted
     if unknown:
         problems.append(f'unknown to the model: {some(unknown)}')
@@ -466,15 +486,31 @@ def load_backbone(model: nn.Module, path: str, prefix: str | None = None) -> Non
             f'is it of another family or size? {some(problems, "; ")}'
         )
     new = [key for key in own if key not in state]
-    model.load_state_dict({**own, **state})
-    notes = [f'{len(state)} entries from {path}']
-    notes += [f'not used ({why}): {some(keys)}' for why, keys in not_used.items()]
-    if others:
-        notes.append(f'not used (outside {prefix}): {others} entries')
-    if resized:
-        notes.append(f'resized: {some(list(resized.values()))}')
-    if new:
-        notes.append(f'not in the checkpoint, left as initialised: {some(new)}')
+    return Fitted(state, not_used, num_outside, resized, new)
+
+
+def load_backbone(model: nn.Module, path: str, prefix: str | None = None) -> None:
+    """Load a checkpoint into a backbone, strictly, and log what was not used, resized or lacking.
+
+    Args:
+        model: A backbone of this package.
+        path: See :func:`read_checkpoint`.
+        prefix: See :func:`fit_checkpoint`.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        CheckpointError: See :func:`fit_checkpoint`. Nothing is loaded then.
+    """
+    fitted = fit_checkpoint(model, path, prefix)
+    model.load_state_dict({**model.state_dict(), **fitted.entries})
+    notes = [f'{len(fitted.entries)} entries from {path}']
+    notes += [f'not used ({why}): {some(list(them))}' for why, them in fitted.not_used.items()]
+    if fitted.num_outside:
+        notes.append(f'not used (outside the backbone): {fitted.num_outside} entries')
+    if fitted.resized:
+        notes.append(f'resized: {some(fitted.resized)}')
+    if fitted.new:
+        notes.append(f'not in the checkpoint, left as initialised: {some(fitted.new)}')
     print_log(f'{type(model).__name__} loaded {"; ".join(notes)}', logger='current')
 
 
