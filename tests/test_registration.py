@@ -21,7 +21,8 @@ custom_imports = dict(imports=['inline_mm'])
 model = dict(
     backbone=dict(_delete_=True, type='InLinePVT', arch={ARCH}, img_size=64),
     neck=dict(in_channels={ARCH['embed_dims']}, out_channels=32),
-    bbox_head=dict(in_channels=32, feat_channels=32, stacked_convs=1, num_classes=3))
+    bbox_head=dict(in_channels=32, feat_channels=32, stacked_convs=1, num_classes=3),
+    test_cfg=dict(score_thr=0.0))
 metainfo = dict(classes=('circle', 'square', 'triangle'))
 train_dataloader = dict(
     batch_size=2, num_workers=0, sampler=dict(type='DefaultSampler', shuffle=True),
