@@ -10,6 +10,7 @@ stopped.
 """
 
 import argparse
+import functools
 import hashlib
 import importlib
 import json
@@ -64,7 +65,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument('--seed', type=int, default=0, help='of --sample')
     parser.add_argument('--match', default='', help='only configs whose name contains this')
     parser.add_argument('--jobs', type=int, default=1, help='configs at a time')
-    parser.add_argument('--size', type=int, default=128, help='side of the images')
+    parser.add_argument('--size', type=int, default=64, help='side of the images')
     parser.add_argument('--timeout', type=float, default=300, help='seconds for one config')
     parser.add_argument(
         '--out', default='work_dirs/plug_report.jsonl', help='the rows, a line of JSON each'
@@ -117,13 +118,13 @@ def examine(name: str, backbone, size: int, done: dict[str, tuple[str, str]]) ->
 
     row = dict(config=name, state='', reason='', old='', model='', key='')
     try:
-        original = read_config(name)
+        original, _ = read_config(name)
     except ConfigError as error:
         return {**row, 'state': 'not loadable', 'reason': str(error)}
     row['model'] = type_name(original.model)
     row['old'] = ', '.join(type_name(host.backbone) for host in find_hosts(original.model))
     try:
-        cfg = plug_backbone(original, backbone)
+        cfg = plug_backbone(name, backbone)
         if not _reads_back(cfg):
             return {**row, 'state': 'failed', 'reason': 'the dump does not read back equal'}
     except PlugError as error:
@@ -164,6 +165,9 @@ def work(pipe, backbone, size: int, done: dict) -> None:
 
     torch.set_num_threads(1)
     importlib.import_module('inline_mm')
+    # For every name, mmengine reads all the metafiles of the library.
+    utils = importlib.import_module('mmengine.config.utils')
+    utils._get_cfg_metainfo = functools.cache(utils._get_cfg_metainfo)
     while (name := pipe.recv()) is not None:
         start = time.time()
         row = examine(name, backbone, size, done)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os.path as osp
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from mmengine.config import Config
-from mmengine.logging import print_log
 from mmengine.utils import get_installed_path
 
 from ..launch import load_config
@@ -86,17 +86,24 @@ def type_name(node: Any) -> str:
     return (kind if isinstance(kind, str) else kind.__name__).rpartition('.')[2]
 
 
-def read_config(cfg: Config | str | Path) -> Config:
+def read_config(cfg: Config | str | Path) -> tuple[Config, dict | None]:
     """A copy of a config, or the config read from a path or from ``'mmdet::...'``.
+
+    A config of an installed library comes as one that inherits from it would have it: with the
+    library's ``_scope_`` in its settings.
+
+    Returns:
+        tuple: The config, and what inheriting from its file gives; None for one without a file.
 
     Raises:
         ConfigError: If it cannot be read, or has no model.
         TypeError: If ``cfg`` is none of these.
     """
     if isinstance(cfg, Config):
-        cfg = Config(cfg.to_dict(), filename=cfg.filename)
+        cfg, base = _rebase(Config(cfg.to_dict(), filename=cfg.filename))
     elif isinstance(cfg, (str, Path)):
         cfg = _load(str(cfg))
+        base = cfg.to_dict()
     else:
         raise TypeError(
             f'cfg must be a Config, a path or a name like mmdet::..., got {type(cfg).__name__}'
@@ -106,35 +113,63 @@ def read_config(cfg: Config | str | Path) -> Config:
             f'config {cfg.filename or "without a file name"} has no model: it is a part of '
             'configs (a base, a data set, test-time augmentation), not one to train'
         )
-    return cfg
+    return cfg, base
+
+
+def _inherit(reference: str, filename: str, text: str = '') -> Config:
+    cfg = Config.fromstring(f'_base_ = {reference!r}\n{text}', '.py')
+    return Config(cfg.to_dict(), filename=filename)
 
 
 def _load(name: str) -> Config:
     try:
-        return load_config(name)
+        reference = name if '::' in name else _reference(name, None)
+        if '::' not in reference:
+            return load_config(name)
+        package, _, rest = reference.partition('::')
+        if find_spec(package) is None:  # mmengine would go and install it
+            raise ModuleNotFoundError(name=package)
+        filename = str(Path(get_installed_path(package), '.mim', 'configs', rest))
+        return _inherit(reference, filename)
     except Exception as error:  # whatever code in a config, or what it imports, raises
         cause: BaseException | None = error
         while cause is not None:
-            if isinstance(cause, ModuleNotFoundError):
+            if isinstance(cause, ModuleNotFoundError) and cause.name:
                 raise ConfigError(
                     f'config {name!r} does not load: it needs the package '
-                    f'{(cause.name or str(cause)).partition(".")[0]!r}, which is not installed'
+                    f'{cause.name.partition(".")[0]!r}, which is not installed'
                 ) from error
             cause = cause.__cause__ or cause.__context__
         raise ConfigError(f'config {name!r} does not load: {error}') from error
 
 
-def _base_reference(filename: str, folder: str | None) -> str:
+def _rebase(cfg: Config) -> tuple[Config, dict | None]:
+    """A config made by hand or read by other means, and what inheriting from its file gives."""
+    if cfg.filename is None or not cfg.filename.endswith('.py') or not osp.isfile(cfg.filename):
+        return cfg, None
+    reference = _reference(cfg.filename, None)
+    if '::' not in reference:
+        return cfg, Config.fromfile(cfg.filename).to_dict()
+    base = _inherit(reference, cfg.filename)
+    if '_scope_' not in (cfg.get('model') or {}):
+        changed = _overrides(Config.fromfile(cfg.filename).to_dict(), cfg.to_dict())
+        if '_delete_' in changed:
+            return cfg, None
+        cfg = _inherit(reference, cfg.filename, Config(changed).pretty_text if changed else '')
+    return cfg, base.to_dict()
+
+
+def _reference(filename: str, folder: str | None) -> str:
     """How a config in ``folder`` names the config ``filename`` as its base."""
-    parts = Path(osp.abspath(filename)).parts
-    if '.mim' in parts[1:]:
-        at = parts.index('.mim')
-        package = parts[at - 1]
-        if parts[at + 1 : at + 2] == ('configs',):
-            return f'{package}::{"/".join(parts[at + 2 :])}'
-    if folder is None:
-        return osp.abspath(filename)
-    return Path(osp.relpath(filename, folder)).as_posix()
+    path = Path(osp.abspath(filename))
+    front, found, rest = path.as_posix().rpartition('/.mim/configs/')
+    package = Path(front).name
+    # A copy of a library that is not the installed one is named by its path.
+    if found and find_spec(package) is not None:
+        installed = Path(get_installed_path(package), '.mim', 'configs', rest)
+        if installed.exists() and installed.samefile(path):
+            return f'{package}::{rest}'
+    return path.as_posix() if folder is None else Path(osp.relpath(path, folder)).as_posix()
 
 
 def _overrides(base: Mapping, new: Mapping) -> dict:
@@ -162,42 +197,33 @@ class PluggedConfig(Config):
         changes (list[Change]): What :func:`~inline_mm.plug_backbone` changed, in order.
     """
 
-    def __init__(self, cfg: Config, changes: list[Change]) -> None:
+    def __init__(self, cfg: Config, base: dict | None, changes: list[Change]) -> None:
         super().__init__(cfg.to_dict(), filename=cfg.filename)
         object.__setattr__(self, 'changes', list(changes))
+        object.__setattr__(self, '_base', base)
 
     def dump(self, file: str | Path | None = None) -> str | None:
         """Write the config as a ``.py`` file, or return its text where ``file`` is None.
 
         It begins with ``_base_``: ``'mmdet::...'`` for a config of an installed library, else a
         path relative to ``file``. Where inheriting cannot express the config (it was made in
-        memory, or its file has changed), and for other formats, everything is written out.
+        memory, or lost a setting at the top), and for other formats, everything is written out.
         """
         path = None if file is None else osp.abspath(str(file))
         if path is not None and not path.endswith('.py'):
             return super().dump(file)
-        text = self._inheriting_text(None if path is None else osp.dirname(path))
+        text = self._text_from_base(None if path is None else osp.dirname(path))
         if path is None:
             return text
         Path(path).write_text(text, encoding='utf-8')
         return None
 
-    def _inheriting_text(self, folder: str | None) -> str:
-        if self.filename is None or not self.filename.endswith('.py'):
+    def _text_from_base(self, folder: str | None) -> str:
+        base = self.__dict__.get('_base')  # a copy that was pickled has none
+        changed = None if base is None else _overrides(base, self.to_dict())
+        if changed is None or '_delete_' in changed:
             return self.pretty_text
-        try:
-            base = Config.fromfile(self.filename).to_dict()
-        except Exception as error:
-            print_log(
-                f'{self.filename} cannot be read again ({error}): the dump states everything.',
-                logger='current',
-            )
-            return self.pretty_text
-        new = self.to_dict()
-        changed = _overrides(base, new)
-        if '_delete_' in changed:  # a top-level setting is gone, which no child can express
-            return self.pretty_text
-        text = f'_base_ = {_base_reference(self.filename, folder)!r}\n'
+        text = f'_base_ = {_reference(self.filename, folder)!r}\n'
         return text + Config(changed).pretty_text if changed else text
 
 

@@ -104,7 +104,7 @@ def plug_backbone(
         raise PlugError(f"optimizer must be 'recipe' or 'keep', got {optimizer!r}")
     named = isinstance(backbone, str)
     new_backbone = parse_backbone(backbone)
-    cfg = read_config(cfg)
+    cfg, base = read_config(cfg)
     scope = cfg.get('default_scope')
     use_library(scope)
     refuse_unpluggable(cfg.model)
@@ -141,7 +141,7 @@ def plug_backbone(
         )
         two_stage = any('roi_head' in host.node for host in hosts)
         apply_recipe(cfg, family, scope, two_stage, model, rec)
-    return PluggedConfig(cfg, rec.changes)
+    return PluggedConfig(cfg, base, rec.changes)
 
 
 def _plug_host(

@@ -101,11 +101,11 @@ def _check_arguments(cls: type, cfg: Mapping) -> None:
         return
     allowed = [name for name in parameters if name != 'self']
     for name in cfg:
-        if name != 'type' and name not in allowed:
+        if name not in ('type', '_scope_', *allowed):
             near = difflib.get_close_matches(name, allowed, n=1)
-            hint = f', did you mean {near[0]!r}?' if near else ''
+            hint = f' (did you mean {near[0]!r}?)' if near else ''
             raise PlugError(
-                f'{cls.__name__} takes no argument {name!r}{hint} It takes {", ".join(allowed)}'
+                f'{cls.__name__} takes no argument {name!r}{hint}; it takes {", ".join(allowed)}'
             )
 
 
@@ -150,12 +150,22 @@ def _sizes(cfg: Mapping) -> list[tuple[int, int]]:
     return [*sizes, (256, 256), (224, 224), (512, 512)]
 
 
+_measured: dict[str, list[Level]] = {}
+
+
 def measure(cfg: Mapping, scope: str | None) -> list[Level]:
-    """The outputs of a backbone, in their order.
+    """The outputs of a backbone, in their order. What was measured once is remembered.
 
     Raises:
         PlugError: If it cannot be built, or gives anything but a list of maps (B, C, H, W).
     """
+    key = repr((scope, dict(cfg)))
+    if key not in _measured:
+        _measured[key] = _measure(cfg, scope)
+    return _measured[key]
+
+
+def _measure(cfg: Mapping, scope: str | None) -> list[Level]:
     cfg = {key: value for key, value in cfg.items() if key not in _IMMATERIAL}
     name = type_name(cfg)
     error: Exception | None = None
