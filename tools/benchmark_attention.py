@@ -12,6 +12,7 @@ import torch
 from mmengine.utils import track_iter_progress
 from torch import Tensor, nn
 
+from inline_mm.analysis.complexity import plain_forward
 from inline_mm.analysis.timing import (
     describe_machine,
     geometric_mean,
@@ -19,7 +20,7 @@ from inline_mm.analysis.timing import (
     saved_bytes,
 )
 from inline_mm.layers import InLineAttention, LinearAttention, QKVAttention
-from inline_mm.ops import inline_attention_tokens_naive, softmax_attention
+from inline_mm.ops import softmax_attention
 
 # C, heads, H, W, B
 SHAPES = [
@@ -37,12 +38,7 @@ DTYPES = {'fp32': torch.float32, 'bf16': torch.bfloat16, 'fp16': torch.float16}
 class NaiveInLineAttention(InLineAttention):
     """The layer with the operator in its plain form."""
 
-    def forward(self, x: Tensor, hw: tuple[int, int]) -> Tensor:
-        kernel = self.make_kernel(x.mean(dim=1))
-        out = inline_attention_tokens_naive(
-            x, self.qkv.weight, self.qkv.bias, self.num_heads, kernel, None, hw
-        )
-        return self.project(out)
+    forward = plain_forward
 
 
 class SoftmaxAttention(QKVAttention):
