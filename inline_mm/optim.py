@@ -1,4 +1,4 @@
-"""Optimisation: layer-wise learning rates for the backbones, mixed precision on CPUs."""
+"""Training options: layer-wise learning rates, mixed precision on CPUs, units to shard by."""
 
 import re
 from collections.abc import Iterator
@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from mmengine.logging import print_log
 from mmengine.optim import AmpOptimWrapper, DefaultOptimWrapperConstructor, OptimWrapper
-from mmengine.registry import OPTIM_WRAPPER_CONSTRUCTORS, OPTIM_WRAPPERS
+from mmengine.registry import FUNCTIONS, OPTIM_WRAPPER_CONSTRUCTORS, OPTIM_WRAPPERS
 from torch import nn
 
 from .backbones.base import InLineBackbone
+from .layers import Block
 
-__all__ = ['CPUAmpOptimWrapper', 'LearningRateDecayOptimizerConstructor']
+__all__ = ['CPUAmpOptimWrapper', 'LearningRateDecayOptimizerConstructor', 'wrap_blocks']
 
 #: Options of mmengine's default constructor, which this one takes too.
 _DEFAULT_OPTIONS = {
@@ -206,3 +207,21 @@ class CPUAmpOptimWrapper(AmpOptimWrapper):
         # Not the base class': mmengine's autocast takes no float16 on the CPU.
         with OptimWrapper.optim_context(self, model), torch.autocast('cpu', self.cast_dtype):
             yield
+
+
+@FUNCTIONS.register_module()
+def wrap_blocks(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
+    """FSDP's units: the backbones' blocks.
+
+    Attention folds the weights of its layers into one another, so a block has to be gathered as a
+    whole; PyTorch's ``size_based_auto_wrap_policy`` may cut through it. In a config::
+
+        strategy = dict(type='FSDPStrategy', model_wrapper=dict(
+            type='MMFullyShardedDataParallel', auto_wrap_policy='wrap_blocks'))
+
+    Args:
+        module: A part of the model.
+        recurse: FSDP asks whether to look inside it, else whether to make it a unit.
+        nonwrapped_numel: Its parameters that are in no unit yet.
+    """
+    return recurse or isinstance(module, Block)
