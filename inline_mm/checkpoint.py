@@ -287,23 +287,30 @@ PREFIXES: dict[str, list[tuple[str, str]]] = {
         pair
         for i in range(4)
         for pair in (
-            (f'patch_embed{i + 1}.', f'patch_embeds.{i}.'),
+            (f'patch_embed{i + 1}.proj.', f'patch_embeds.{i}.projection.'),
+            (f'patch_embed{i + 1}.norm.', f'patch_embeds.{i}.norm.'),
             (f'pos_embed{i + 1}', f'pos_embeds.{i}.weight'),
             (f'block{i + 1}.', f'stages.{i}.'),
         )
     ],
     'swin': [
-        ('patch_embed.', 'patch_embeds.0.'),
+        ('patch_embed.proj.', 'patch_embeds.0.projection.'),
+        ('patch_embed.norm.', 'patch_embeds.0.norm.'),
         *((f'layers.{i}.blocks.', f'stages.{i}.') for i in range(4)),
         *((f'layers.{i}.downsample.', f'patch_embeds.{i + 1}.') for i in range(3)),
     ],
     'cswin': [
-        ('stage1_conv_embed.0.', 'patch_embeds.0.conv.'),
+        ('stage1_conv_embed.0.', 'patch_embeds.0.projection.'),
         ('stage1_conv_embed.2.', 'patch_embeds.0.norm.'),
-        *((f'merge{i}.', f'patch_embeds.{i}.') for i in range(1, 4)),
+        *((f'merge{i}.conv.', f'patch_embeds.{i}.projection.') for i in range(1, 4)),
+        *((f'merge{i}.norm.', f'patch_embeds.{i}.norm.') for i in range(1, 4)),
         *((f'stage{i + 1}.', f'stages.{i}.') for i in range(4)),
     ],
-    'deit': [('pos_embed', 'pos_embed.weight'), ('blocks.', 'blocks.')],
+    'deit': [
+        ('patch_embed.proj.', 'patch_embed.projection.'),
+        ('pos_embed', 'pos_embed.weight'),
+        ('blocks.', 'blocks.'),
+    ],
 }
 
 #: Replaced anywhere in a name of a block.

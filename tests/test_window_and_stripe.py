@@ -9,8 +9,8 @@ import torch.nn.functional as F
 
 from inline_mm import InLineSwin
 from inline_mm.layers import (
-    ConvEmbed,
     LinearAttention,
+    PatchEmbed,
     PositionEmbedding,
     StripeAttention,
     WindowAttention,
@@ -78,7 +78,7 @@ def test_softmax_swin_agrees_with_mmdets_at_an_odd_size():
     arch = dict(depths=[2, 2, 2, 2], embed_dims=8, num_heads=[1, 2, 2, 4], window_size=3)
     ours = InLineSwin(dict(arch, attention=['softmax'] * 4)).eval()
     names = {
-        'patch_embed.projection.': 'patch_embeds.0.proj.',
+        'patch_embed.projection.': 'patch_embeds.0.projection.',
         'patch_embed.norm.': 'patch_embeds.0.norm.',
         **{f'stages.{i}.blocks.': f'stages.{i}.' for i in range(4)},
         **{f'stages.{i}.downsample.': f'patch_embeds.{i + 1}.' for i in range(3)},
@@ -193,6 +193,6 @@ def test_linear_attention_adds_lepe_where_asked():
 
 
 @pytest.mark.parametrize('hw', [(4, 4), (5, 7), (9, 6)])
-def test_conv_embedding_pads_to_whole_steps(hw):
-    layer = ConvEmbed(3, 8, 7, 4, padding=2)
+def test_patch_embedding_pads_to_whole_steps(hw):
+    layer = PatchEmbed(3, 8, 7, 4, padding=2)
     assert layer(torch.randn(1, 3, *hw)).shape == (1, -(-hw[0] // 4), -(-hw[1] // 4), 8)

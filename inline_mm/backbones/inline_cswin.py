@@ -5,7 +5,7 @@ from typing import Any
 from mmengine.registry import MODELS
 from torch import Tensor, nn
 
-from ..layers import Block, ConvEmbed, InLineAttention, LinearAttention, StripeAttention
+from ..layers import Block, InLineAttention, LinearAttention, PatchEmbed, StripeAttention
 from .base import PyramidBackbone
 
 __all__ = ['InLineCSwin']
@@ -81,8 +81,8 @@ class InLineCSwin(PyramidBackbone):
 
     def make_patch_embed(self, stage: int) -> nn.Module:
         if stage:
-            return ConvEmbed(self.embed_dims[stage - 1], self.embed_dims[stage], 3, 2, padding=1)
-        return ConvEmbed(self.in_channels, self.embed_dims[0], 7, self.patch_size, padding=2)
+            return PatchEmbed(self.embed_dims[stage - 1], self.embed_dims[stage], 3, 2, padding=1)
+        return PatchEmbed(self.in_channels, self.embed_dims[0], 7, self.patch_size, padding=2)
 
     def make_attention(self, stage: int, block: int, type: str, **settings: Any) -> nn.Module:
         args = (self.embed_dims[stage], self.num_heads[stage])

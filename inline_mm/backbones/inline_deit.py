@@ -7,10 +7,17 @@ from typing import Any
 
 import torch
 from mmengine.registry import MODELS
-from timm.layers import PatchEmbed, resample_abs_pos_embed, trunc_normal_
+from timm.layers import resample_abs_pos_embed, trunc_normal_
 from torch import Tensor, nn
 
-from ..layers import Block, InLineAttention, LinearAttention, PositionEmbedding, SoftmaxAttention
+from ..layers import (
+    Block,
+    InLineAttention,
+    LinearAttention,
+    PatchEmbed,
+    PositionEmbedding,
+    SoftmaxAttention,
+)
 from .base import InLineBackbone, check_rate, drop_path_rates, parse_arch, parse_attention
 
 __all__ = ['InLineDeiT']
@@ -118,11 +125,7 @@ class InLineDeiT(InLineBackbone):
             return SoftmaxAttention(*args, attn_drop_rate, drop_rate)
 
         self.patch_embed = PatchEmbed(
-            img_size=None,
-            patch_size=self.patch_size,
-            in_chans=in_channels,
-            embed_dim=dims,
-            dynamic_img_pad=True,
+            in_channels, dims, self.patch_size, stride=self.patch_size, norm=False
         )
         self.cls_token = nn.Parameter(torch.zeros(1, 1, dims))
         trunc_normal_(self.cls_token, std=0.02)
@@ -187,8 +190,9 @@ class InLineDeiT(InLineBackbone):
         return super().output(x[:, 1:], hw, index)
 
     def forward_levels(self, x: Tensor) -> Iterator[tuple[Tensor, tuple[int, int]]]:
-        hw = tuple(-(-side // self.patch_size) for side in x.shape[2:])
-        x = self.patch_embed(x)
+        x = self.patch_embed(x.contiguous(memory_format=torch.channels_last))
+        hw = tuple(x.shape[1:3])
+        x = x.flatten(1, 2)
         x = torch.cat([self.cls_token.to(x.dtype).expand(len(x), -1, -1), x], dim=1)
         x = self.drop_after_pos(self.pos_embed(x, hw))
         for block in self.blocks:

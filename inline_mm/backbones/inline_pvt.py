@@ -6,13 +6,14 @@ from typing import Any
 
 import torch
 from mmengine.registry import MODELS
-from timm.layers import PatchEmbed, resample_abs_pos_embed, to_2tuple
+from timm.layers import resample_abs_pos_embed
 from torch import Tensor, nn
 
 from ..layers import (
     Block,
     InLineAttention,
     LinearAttention,
+    PatchEmbed,
     PositionEmbedding,
     SpatialReductionAttention,
 )
@@ -114,19 +115,12 @@ class InLinePVT(InLineBackbone):
         self.pos_embeds = nn.ModuleList()
         self.stages = nn.ModuleList()
         self.drop_after_pos = nn.Dropout(drop_rate)
-        grid = to_2tuple(img_size)
+        grid = self.pretraining_size(img_size)
         for i in range(max(self.out_indices) + 1):
             patch = 4 if i == 0 else 2
             grid = tuple(math.ceil(side / patch) for side in grid)
             self.patch_embeds.append(
-                PatchEmbed(
-                    img_size=None,
-                    patch_size=patch,
-                    in_chans=dims[i - 1] if i else in_channels,
-                    embed_dim=dims[i],
-                    norm_layer=nn.LayerNorm,
-                    dynamic_img_pad=True,
-                )
+                PatchEmbed(dims[i - 1] if i else in_channels, dims[i], patch, stride=patch)
             )
             self.pos_embeds.append(PositionEmbedding(grid, dims[i]))
             self.stages.append(
@@ -174,9 +168,9 @@ class InLinePVT(InLineBackbone):
         # Tokens are channels-last; so is every map between stages, and nothing is transposed.
         x = x.contiguous(memory_format=torch.channels_last)
         for i, blocks in enumerate(self.stages):
-            patch = self.patch_embeds[i].patch_size[0]
-            hw = tuple((side + patch - 1) // patch for side in x.shape[2:])
-            x = self.drop_after_pos(self.pos_embeds[i](self.patch_embeds[i](x), hw))
+            x = self.patch_embeds[i](x)
+            hw = tuple(x.shape[1:3])
+            x = self.drop_after_pos(self.pos_embeds[i](x.flatten(1, 2), hw))
             for block in blocks:
                 x = self.run_block(block, x, hw)
             yield x, hw

@@ -4,11 +4,11 @@ import math
 from typing import Any
 
 from mmengine.registry import MODELS
-from timm.layers import PatchEmbed, resize_rel_pos_bias_table_simple
+from timm.layers import resize_rel_pos_bias_table_simple
 from timm.models.swin_transformer import PatchMerging
 from torch import Tensor, nn
 
-from ..layers import InLineAttention, LinearAttention, WindowAttention
+from ..layers import InLineAttention, LinearAttention, PatchEmbed, WindowAttention
 from .base import PyramidBackbone
 
 __all__ = ['InLineSwin']
@@ -88,15 +88,7 @@ class InLineSwin(PyramidBackbone):
     def make_patch_embed(self, stage: int) -> nn.Module:
         if stage:
             return PatchMerging(self.embed_dims[stage - 1])
-        return PatchEmbed(
-            img_size=None,
-            patch_size=self.patch_size,
-            in_chans=self.in_channels,
-            embed_dim=self.embed_dims[0],
-            norm_layer=nn.LayerNorm,
-            output_fmt='NHWC',
-            dynamic_img_pad=True,
-        )
+        return PatchEmbed(self.in_channels, self.embed_dims[0], self.patch_size, self.patch_size)
 
     def make_attention(self, stage: int, block: int, type: str, **settings: Any) -> nn.Module:
         args = (self.embed_dims[stage], self.num_heads[stage])

@@ -9,8 +9,8 @@ from .attention import (
 )
 from .block import Block
 from .cache import DerivedCache
-from .conv_embed import ConvEmbed
 from .mlp import ChunkedMlp
+from .patch_embed import PatchEmbed
 from .position import PositionEmbedding
 from .spatial_reduction import SpatialReductionAttention
 from .stripe import StripeAttention
@@ -19,11 +19,11 @@ from .window import WindowAttention
 __all__ = [
     'Block',
     'ChunkedMlp',
-    'ConvEmbed',
     'DerivedCache',
     'InLineAttention',
     'LinearAttention',
     'MultiHeadAttention',
+    'PatchEmbed',
     'PositionEmbedding',
     'QKVAttention',
     'SoftmaxAttention',

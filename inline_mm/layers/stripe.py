@@ -86,7 +86,7 @@ class StripeAttention(QKVAttention):
 
     def forward(self, x: Tensor, hw: tuple[int, int]) -> Tensor:
         """Attend from all tokens x (B, H*W, C) of a map of size ``hw`` within their stripes."""
-        qkv = self.qkv(x).unflatten(-1, (3, -1)).unflatten(1, hw)
+        qkv = self.qkv(x).reshape(len(x), *hw, 3, self.embed_dims)
         if self.split_size is None:
             out = self.attend(qkv, hw, self.lepe)
         else:

@@ -38,18 +38,19 @@ def dynamic_depthwise_conv(
 
 def shifted_products(v: Tensor, kernel: Tensor, hw: tuple[int, int], bias: Tensor | None) -> Tensor:
     """The convolution as nine shifted products: fusible, exportable, any batch size."""
-    batch, _, channels = v.shape
-    height, width = hw
-    padded = F.pad(v.reshape(batch, height, width, channels), (0, 0, 1, 1, 1, 1))
+    batch, num_tokens, channels = v.shape
+    padded = F.pad(v.reshape(batch, *hw, channels), (0, 0, 1, 1, 1, 1))
+    # Bounds that do not name the size keep symbolic shapes simple.
+    sides = (slice(0, -2), slice(1, -1), slice(2, None))
     out = None
-    for i in range(3):
-        for j in range(3):
+    for i, rows in enumerate(sides):
+        for j, columns in enumerate(sides):
             tap = kernel[:, :, i, j].reshape(batch, 1, 1, channels)
-            product = padded[:, i : i + height, j : j + width] * tap
+            product = padded[:, rows, columns] * tap
             out = product if out is None else out + product
     if bias is not None:
         out = out + bias.reshape(batch, 1, 1, channels)
-    return out.reshape(batch, height * width, channels)
+    return out.reshape(batch, num_tokens, channels)
 
 
 def conv_forward(v: Tensor, kernel: Tensor, hw: tuple[int, int], bias: Tensor | None) -> Tensor:
