@@ -222,7 +222,7 @@ class CheckTargetsHook(Hook):
             ValueError: Naming the annotation file and the classes it lacks.
         """
         self._batches_without, self._found = 0, False
-        for dataset in _leaves(runner.train_dataloader.dataset):
+        for dataset in leaf_datasets(runner.train_dataloader.dataset):
             check_categories(dataset)
 
     def before_train_iter(
@@ -260,7 +260,7 @@ class CheckTargetsHook(Hook):
             return
         self._batches_without += 1
         if self._batches_without >= min(self.patience, len(runner.train_dataloader)):
-            files = sorted({str(_annotations(leaf)) for leaf in _leaves(dataset)})
+            files = sorted({str(_annotations(leaf)) for leaf in leaf_datasets(dataset)})
             raise ValueError(
                 f'none of the first {self._batches_without} batches of train_dataloader has '
                 'anything to learn from, not a box or a pixel that is not ignored: check the '
@@ -273,14 +273,14 @@ def _annotations(dataset: Any) -> Any:
     return getattr(dataset, 'ann_file', None) or getattr(dataset, 'data_prefix', None) or dataset
 
 
-def _leaves(dataset: Any) -> Iterator[Any]:
+def leaf_datasets(dataset: Any) -> Iterator[Any]:
     """Data sets inside wrappers such as ConcatDataset and RepeatDataset."""
     inner = getattr(dataset, 'datasets', None) or getattr(dataset, 'dataset', None)
     if inner is None:
         yield dataset
     else:
         for one in inner if isinstance(inner, list | tuple) else [inner]:
-            yield from _leaves(one)
+            yield from leaf_datasets(one)
 
 
 def check_categories(dataset: Any) -> None:

@@ -11,13 +11,16 @@ from pathlib import Path
 
 import torch
 from mmengine.config import Config, DictAction
+from mmengine.dataset import Compose
+from mmengine.fileio import load
 from mmengine.hooks import CheckpointHook
 from mmengine.hub import get_config
 from mmengine.logging import print_log
-from mmengine.registry import RUNNERS
+from mmengine.registry import DATASETS, RUNNERS
 from mmengine.runner import Runner
 
 from .checkpoint import trusts_checkpoints
+from .hooks import check_categories, leaf_datasets
 
 
 def add_common_arguments(parser: argparse.ArgumentParser) -> None:
@@ -135,6 +138,90 @@ def prepare_config(args: argparse.Namespace, loaders: tuple[str, ...]) -> Config
         cfg.work_dir = os.path.join('work_dirs', Path(args.config.split('::')[-1]).stem)
     check_datasets(cfg, loaders)
     return cfg
+
+
+class NamingPipeline(Compose):
+    """A data set's pipeline that names the files of a sample it fails on.
+
+    Args:
+        pipeline: The pipeline it takes the place of.
+    """
+
+    def __init__(self, pipeline: Compose) -> None:
+        self.transforms = pipeline.transforms
+
+    def __call__(self, data: dict) -> dict | None:
+        """Process a sample.
+
+        Raises:
+            RuntimeError: Naming the files, where a transform raised anything.
+        """
+        files = [data[key] for key in ('img_path', 'seg_map_path') if data.get(key)]
+        try:
+            return super().__call__(data)
+        except Exception as error:
+            raise RuntimeError(
+                f'cannot use {" with ".join(files) or "a sample"}: {type(error).__name__}: {error}'
+            ) from error
+
+
+def build_datasets(runner: Runner, loaders: tuple[str, ...]) -> None:
+    """Build the runner's data sets, so that what is wrong with them is told by name.
+
+    Args:
+        runner: A runner that has not run yet.
+        loaders: As of :func:`check_datasets`.
+
+    Raises:
+        ValueError: For a data set that cannot be read, or has not a single sample, and one whose
+            annotation file lacks classes of its ``metainfo``; naming the file.
+    """
+    for name in loaders:
+        # The runner takes a data set as well as its config, but its config would not.
+        loader = getattr(runner, f'_{name}', None)
+        if not isinstance(loader, dict) or not isinstance(loader.get('dataset'), dict):
+            continue
+        cfg = loader['dataset']
+        try:
+            dataset = DATASETS.build(cfg)
+            empty = len(dataset) == 0
+        except FileNotFoundError:
+            raise
+        except Exception as error:
+            # What mmengine makes of no sample.
+            empty = 'need at least one array to concatenate' in str(error)
+            if not empty:
+                raise ValueError(
+                    f'{name}: the data set cannot be read: {type(error).__name__}: {error}; '
+                    f'it has {_describe(cfg)}'
+                ) from error
+        if empty:
+            raise ValueError(f'{name}: the data set has no sample to use; it has {_describe(cfg)}')
+        for leaf in leaf_datasets(dataset):
+            check_categories(leaf)
+            if isinstance(getattr(leaf, 'pipeline', None), Compose):
+                leaf.pipeline = NamingPipeline(leaf.pipeline)
+        setattr(runner, f'_{name}', {**loader, 'dataset': dataset})
+
+
+def _describe(cfg: dict) -> str:
+    """What decides which samples data sets have: files, filter, classes."""
+    keys = ('data_root', 'ann_file', 'data_prefix', 'img_suffix', 'seg_map_suffix', 'filter_cfg')
+    parts = []
+    for dataset in _datasets(cfg):
+        parts += [f'{key}={dataset[key]!r}' for key in keys if dataset.get(key)]
+        parts.append(f'classes={(dataset.get("metainfo") or {}).get("classes", "its own")}')
+        path = os.path.join(dataset.get('data_root') or '', dataset.get('ann_file') or '')
+        if path.endswith('.json') and os.path.isfile(path):
+            try:
+                content = load(path)
+                names = [category.get('name') for category in content.get('categories', [])]
+                counts = [f'{len(content.get(key, []))} {key}' for key in ('images', 'annotations')]
+            except (ValueError, AttributeError, TypeError):
+                parts.append('the file is no COCO annotation file')
+            else:
+                parts.append(f'the file has {", ".join(counts)} and categories {names}')
+    return ', '.join(parts)
 
 
 def add_hook(cfg: Config, hook: dict) -> None:

@@ -6,7 +6,13 @@ from copy import deepcopy
 
 from mmengine.config import Config, ConfigDict
 
-from inline_mm.launch import add_common_arguments, add_hook, build_runner, prepare_config
+from inline_mm.launch import (
+    add_common_arguments,
+    add_hook,
+    build_datasets,
+    build_runner,
+    prepare_config,
+)
 
 
 def parse_args() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
@@ -96,6 +102,7 @@ def main() -> None:
         parser.error(str(error))
 
     runner = build_runner(cfg, args.local_rank)
+    build_datasets(runner, ('test_dataloader',))
     if args.out is not None and cfg.default_scope == 'mmdet':
         from mmdet.evaluation import DumpDetResults
 

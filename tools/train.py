@@ -6,7 +6,13 @@ import torch
 
 from inline_mm.checkpoint import CheckpointError
 from inline_mm.hooks import latest_checkpoint
-from inline_mm.launch import add_common_arguments, add_hook, build_runner, prepare_config
+from inline_mm.launch import (
+    add_common_arguments,
+    add_hook,
+    build_datasets,
+    build_runner,
+    prepare_config,
+)
 
 
 def parse_args() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
@@ -70,7 +76,9 @@ def main() -> None:
             add_hook(cfg, dict(type='StrictLoadHook'))
     add_hook(cfg, dict(type='CheckTargetsHook'))
 
-    build_runner(cfg, args.local_rank).train()
+    runner = build_runner(cfg, args.local_rank)
+    build_datasets(runner, ('train_dataloader', 'val_dataloader'))
+    runner.train()
 
 
 if __name__ == '__main__':
