@@ -49,7 +49,7 @@ def parse_args() -> argparse.Namespace:
         '--check-size',
         type=int,
         nargs=2,
-        default=(128, 128),
+        default=(256, 256),
         metavar=('H', 'W'),
         help='size of the images of --check',
     )

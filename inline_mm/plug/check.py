@@ -178,7 +178,7 @@ def _video(model: Mapping, rng: np.random.Generator, size: tuple[int, int], inde
 
 
 def synthetic_batch(
-    cfg: Config, size: tuple[int, int] = (128, 128), training: bool = True, seed: int = 0
+    cfg: Config, size: tuple[int, int] = (256, 256), training: bool = True, seed: int = 0
 ) -> dict:
     """A batch of noise, as the data loader of a config would give it, objects and labels included.
 
@@ -223,7 +223,7 @@ def synthetic_batch(
 
 
 def check_model(
-    cfg: Config, size: tuple[int, int] = (128, 128), loss: bool = True, predict: bool = True
+    cfg: Config, size: tuple[int, int] = (256, 256), loss: bool = True, predict: bool = True
 ) -> CheckResult:
     """Build the model of a config, compute a loss, its gradients, and a prediction.
 

@@ -10,12 +10,19 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mmengine.config import Config
-from torch import nn
 
 from .. import backbones
 from ..backbones.base import InLineBackbone
 from .config import PlugError, PluggedConfig, Recorder, read_config, type_name
-from .features import Level, backbone_class, build_backbone, measure, pyramid_of, use_library
+from .features import (
+    Level,
+    backbone_class,
+    build_backbone,
+    measure,
+    pyramid_of,
+    skeleton,
+    use_library,
+)
 from .recipe import DROP_PATH, apply_recipe, keep_optimizer
 from .rewire import Host, find_hosts, refuse_unpluggable, rewire
 
@@ -119,7 +126,7 @@ def plug_backbone(
     if checkpoint is not None:
         new_backbone['init_cfg'] = dict(type='Pretrained', checkpoint=str(checkpoint))
         _check_weights(new_backbone, scope)
-    available = pyramid_of({k: v for k, v in new_backbone.items() if k != 'init_cfg'}, scope)
+    available = pyramid_of(new_backbone, scope)
 
     rec = Recorder()
     hosts = find_hosts(cfg.model)
@@ -136,9 +143,7 @@ def plug_backbone(
         keep_optimizer(cfg, rec)
         rec.note('optim_wrapper', None, None, f'kept: no recipe is known for {cls.__name__}')
     else:
-        model: nn.Module = build_backbone(
-            {k: v for k, v in plugged.items() if k != 'init_cfg'}, scope
-        )
+        model = skeleton(plugged, scope)
         two_stage = any('roi_head' in host.node for host in hosts)
         apply_recipe(cfg, family, scope, two_stage, model, rec)
     return PluggedConfig(cfg, base, rec.changes)

@@ -22,7 +22,15 @@ from torch.overrides import TorchFunctionMode
 
 from .config import PlugError, type_name
 
-__all__ = ['Level', 'backbone_class', 'build_backbone', 'measure', 'pyramid_of', 'use_library']
+__all__ = [
+    'Level',
+    'backbone_class',
+    'build_backbone',
+    'measure',
+    'pyramid_of',
+    'skeleton',
+    'use_library',
+]
 
 _LIBRARIES = ('mmdet', 'mmseg', 'mmpretrain')
 
@@ -150,7 +158,21 @@ def _sizes(cfg: Mapping) -> list[tuple[int, int]]:
     return [*sizes, (256, 256), (224, 224), (512, 512)]
 
 
+_skeletons: dict[str, nn.Module] = {}
 _measured: dict[str, list[Level]] = {}
+
+
+def _without(cfg: Mapping) -> dict:
+    return {key: value for key, value in cfg.items() if key not in _IMMATERIAL}
+
+
+def skeleton(cfg: Mapping, scope: str | None) -> nn.Module:
+    """A backbone on the meta device, to be looked at only: the same config gives the same one."""
+    cfg = _without(cfg)
+    key = repr((scope, cfg))
+    if key not in _skeletons:
+        _skeletons[key] = build_backbone(cfg, scope)
+    return _skeletons[key]
 
 
 def measure(cfg: Mapping, scope: str | None) -> list[Level]:
@@ -159,19 +181,20 @@ def measure(cfg: Mapping, scope: str | None) -> list[Level]:
     Raises:
         PlugError: If it cannot be built, or gives anything but a list of maps (B, C, H, W).
     """
-    key = repr((scope, dict(cfg)))
+    cfg = _without(cfg)
+    key = repr((scope, cfg))
     if key not in _measured:
         _measured[key] = _measure(cfg, scope)
     return _measured[key]
 
 
-def _measure(cfg: Mapping, scope: str | None) -> list[Level]:
-    cfg = {key: value for key, value in cfg.items() if key not in _IMMATERIAL}
+def _measure(cfg: dict, scope: str | None) -> list[Level]:
     name = type_name(cfg)
     error: Exception | None = None
     for device in ('meta', 'cpu'):  # an op of its own may know no meta tensors
         try:
-            model = build_backbone(cfg, scope, meta=device == 'meta')
+            on_meta = device == 'meta'
+            model = skeleton(cfg, scope) if on_meta else build_backbone(cfg, scope, meta=False)
         except PlugError:
             if device == 'cpu':
                 raise
@@ -202,12 +225,12 @@ def pyramid_of(cfg: Mapping, scope: str | None) -> list[Level]:
     default = inspect.signature(cls.__init__).parameters.get('out_indices')
     if 'out_indices' in cfg or default is None:
         return measure(cfg, scope)
-    model = build_backbone(cfg, scope)
-    depth = max((len(m) for m in model.children() if isinstance(m, nn.ModuleList)), default=0)
-    last = default.default if isinstance(default.default, (tuple, list)) else (depth - 1,)
-    for count in sorted({depth, max(last) + 1}, reverse=True):
-        try:
-            return measure({**cfg, 'out_indices': tuple(range(count))}, scope)
-        except PlugError:
-            continue
-    return measure(cfg, scope)
+    if isinstance(default.default, (tuple, list)):
+        count = max(default.default) + 1
+    else:  # as in ViT, where -1 is the last block
+        lists = (m for m in skeleton(cfg, scope).children() if isinstance(m, nn.ModuleList))
+        count = max(map(len, lists), default=0)
+    try:
+        return measure({**cfg, 'out_indices': tuple(range(count))}, scope)
+    except PlugError:
+        return measure(cfg, scope)
