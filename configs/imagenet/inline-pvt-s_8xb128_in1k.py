@@ -1,0 +1,2 @@
+_base_ = './inline-pvt-t_8xb128_in1k.py'
+model = dict(model_name='inline_pvt_small', drop_path_rate=0.1)
