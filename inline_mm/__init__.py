@@ -10,6 +10,7 @@ from .backbones import InLineCSwin, InLineDeiT, InLinePVT, InLineSwin  # noqa: E
 from .checkpoint import guard_mmengine  # noqa: E402
 from .hooks import CheckTargetsHook, DurableCheckpointHook, StrictLoadHook  # noqa: E402
 from .optim import CPUAmpOptimWrapper, LearningRateDecayOptimizerConstructor  # noqa: E402
+from .timm_models import InLineClassifier  # noqa: E402
 
 guard_mmengine()
 
@@ -18,6 +19,7 @@ __all__ = [
     'CheckTargetsHook',
     'DurableCheckpointHook',
     'InLineCSwin',
+    'InLineClassifier',
     'InLineDeiT',
     'InLinePVT',
     'InLineSwin',
