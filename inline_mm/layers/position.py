@@ -1,9 +1,11 @@
 """Learned absolute position embeddings for any map size."""
 
 import torch
+import torch.nn.functional as F
 from timm.layers import resample_abs_pos_embed, trunc_normal_
 from torch import Tensor, nn
 
+from ..ops.mode import is_graph_mode
 from .cache import DerivedCache
 
 __all__ = ['PositionEmbedding']
@@ -40,6 +42,8 @@ class PositionEmbedding(nn.Module):
 
     def resized(self, hw: tuple[int, int]) -> Tensor:
         """The embedding for a map of size ``hw``, (1, num_prefix_tokens + H*W, C)."""
+        if is_graph_mode():
+            return self._interpolated(hw)
         if tuple(hw) == self.grid_size:
             return self.weight
         return self._cache.get(self.weight, tuple(hw), lambda: self._resample(hw))
@@ -53,6 +57,18 @@ class PositionEmbedding(nn.Module):
             interpolation=self.interpolation,
             antialias=False,
         )
+
+    def _interpolated(self, hw: tuple[int, int]) -> Tensor:
+        """As :meth:`_resample`, without a branch on the size: the same size is left as it is."""
+        prefix = self.weight[:, : self.num_prefix_tokens]
+        grid = self.weight[:, self.num_prefix_tokens :].unflatten(1, self.grid_size)
+        grid = F.interpolate(
+            grid.permute(0, 3, 1, 2).float(),
+            size=hw,
+            mode=self.interpolation,
+            align_corners=False,
+        )
+        return torch.cat([prefix, grid.flatten(2).transpose(1, 2).to(prefix.dtype)], dim=1)
 
     def forward(self, x: Tensor, hw: tuple[int, int]) -> Tensor:
         """Add the embedding to tokens x (B, num_prefix_tokens + H*W, C)."""

@@ -9,7 +9,7 @@ from timm.models.swin_transformer import window_partition, window_reverse
 from torch import Tensor
 
 from ..ops import softmax_attention
-from ..ops.mode import is_graph_mode
+from ..ops.mode import is_graph_mode, is_less
 from .attention import QKVAttention
 from .cache import DerivedCache
 
@@ -94,9 +94,12 @@ class WindowAttention(QKVAttention):
         """Attend from all tokens x (B, H*W, C) of a map of size ``hw`` within their windows."""
         batch, num_tokens, channels = x.shape
         window = (self.window_size, self.window_size)
-        padding = [-side % self.window_size for side in hw]
-        padded = (hw[0] + padding[0], hw[1] + padding[1])
-        shift = 0 if max(hw) <= self.window_size else self.shift
+        padded = tuple(
+            (side + self.window_size - 1) // self.window_size * self.window_size for side in hw
+        )
+        padding = (padded[0] - hw[0], padded[1] - hw[1])
+        # A graph of open size is one for maps larger than a window.
+        shift = 0 if all(is_less(side, self.window_size + 1) for side in hw) else self.shift
 
         x = F.pad(x.reshape(batch, *hw, channels), (0, 0, 0, padding[1], 0, padding[0]))
         if shift:

@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .mode import without_autocast
+
 __all__ = ['FEATURE_MAPS', 'inline_attention', 'linear_attention', 'softmax_attention']
 
 #: The feature maps of the paper's ablation, by name.
@@ -32,7 +34,7 @@ def inline_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         Tensor: (B, heads, N, head_dim), the dtype of ``v``.
     """
     wide = torch.promote_types(v.dtype, torch.float32)
-    with torch.autocast(v.device.type, enabled=False):
+    with without_autocast(v.device.type):
         v_mean = v.mean(dim=-2, keepdim=True, dtype=wide)
         k_centred = k.to(wide) - k.mean(dim=-2, keepdim=True, dtype=wide)
         a = k_centred.transpose(-2, -1) @ v.to(wide) * (scale / v.shape[-2])
@@ -50,7 +52,7 @@ def linear_attention(q: Tensor, k: Tensor, v: Tensor, eps: float = 1e-6) -> Tens
         Tensor: (B, heads, N, head_dim), the dtype of ``v``.
     """
     wide = torch.promote_types(v.dtype, torch.float32)
-    with torch.autocast(v.device.type, enabled=False):
+    with without_autocast(v.device.type):
         # The quotient does not change when both sums become means, which cannot overflow.
         k_mean = k.mean(dim=-2, keepdim=True, dtype=wide)
         kv = k.to(wide).transpose(-2, -1) @ (v.to(wide) / v.shape[-2])
