@@ -16,5 +16,8 @@ model = dict(
 # 8 GPUs with 128 images each.
 train_dataloader = dict(batch_size=128)
 optim_wrapper = dict(
-    paramwise_cfg=dict(custom_keys={'pos_embed': dict(decay_mult=0.0), 'cls_token': dict(decay_mult=0.0)}),
-    clip_grad=dict(max_norm=5.0))
+    paramwise_cfg=dict(
+        custom_keys={'pos_embed': dict(decay_mult=0.0), 'cls_token': dict(decay_mult=0.0)}
+    ),
+    clip_grad=dict(max_norm=5.0),
+)

@@ -17,4 +17,5 @@ model = dict(
 train_dataloader = dict(batch_size=128)
 optim_wrapper = dict(
     paramwise_cfg=dict(custom_keys={'pos_embed': dict(decay_mult=0.0)}),
-    clip_grad=dict(max_norm=5.0))
+    clip_grad=dict(max_norm=5.0),
+)
