@@ -1,7 +1,11 @@
 """Measurements of attention: on constructed cases, and against what the layers compute."""
 
+import importlib.util
+import json
+import re
 from pathlib import Path
 
+import cv2
 import pytest
 import torch
 
@@ -234,3 +238,67 @@ def test_wrong_arguments_are_named():
         trace_attention(model.eval(), torch.zeros(2, 16, 4, 4), print, random_positions(2))
     with pytest.raises(ValueError, match='no attention layer'):
         trace_attention(torch.nn.ReLU().eval(), torch.zeros(1, 3, 4, 4), print, points([(0, 0)]))
+
+
+spec = importlib.util.spec_from_file_location('tool', REPO / 'tools/analyze_attention.py')
+tool = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(tool)
+SMALL = ['--size', '32', '48', '--max-images', '2', '--max-maps', '1', '--queries', '20']
+
+
+@pytest.mark.slow
+def test_the_tool_measures_models_side_by_side_and_draws(tmp_path, capsys):
+    models = [
+        str(dict(type='InLinePVT', arch=dict(ARCH, attention=[name] * 4), img_size=32))
+        for name in ('softmax', 'linear', 'inline')
+    ]
+    config = str(REPO / 'configs/mini/fpn_inline-pvt-mini_1xb8-500_shapes.py')
+    labels = ['softmax', 'linear', 'inline', 'mini']
+    tool.main([*models, config, '--labels', *labels, '--out', str(tmp_path), *SMALL])
+    result = json.loads((tmp_path / 'attention.json').read_text())
+    assert list(result['models']) == labels
+    for label, layers in result['models'].items():
+        assert len(layers) == (5 if label == 'mini' else 4)
+        assert layers[0]['kind'] == label.replace('mini', 'inline')
+        assert layers[0]['map'] == [8, 12]
+        # Two images, 20 queries, one head; no two of them are equal.
+        assert layers[0]['pairs'] == 2 * 190
+        assert ('local_share_with_local' in layers[0]) == (label in ('inline', 'mini'))
+    assert cv2.imread(str(tmp_path / 'measures.png')) is not None
+    assert [p.name for p in tmp_path.glob('maps_*')] == ['maps_000000.png']
+    assert '| linear | stages.0.0.attn |' in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_tool_loads_a_checkpoint_and_reads_images(tmp_path):
+    torch.manual_seed(1)
+    arch = dict(type='InLinePVT', arch=ARCH, img_size=32)
+    torch.save(dict(state_dict=InLinePVT(ARCH, img_size=32).state_dict()), tmp_path / 'a.pth')
+    cv2.imwrite(str(tmp_path / 'x.png'), torch.randint(0, 255, (40, 40, 3)).byte().numpy())
+    options = ['--images', str(tmp_path / 'x.png'), *SMALL]
+    for out, checkpoint in (('loaded', tmp_path / 'a.pth'), ('untrained', '-')):
+        tool.main([str(arch), '--checkpoints', str(checkpoint), '--out', str(tmp_path / out),
+                   *options])  # fmt: skip
+    loaded, untrained = (
+        json.loads((tmp_path / out / 'attention.json').read_text())
+        for out in ('loaded', 'untrained')
+    )
+    assert loaded['settings']['images'] == ['x']
+    assert loaded['models'] != untrained['models']
+
+
+@pytest.mark.parametrize(
+    ('arguments', 'message'),
+    [
+        (['nowhere.py'], "config 'nowhere.py' does not exist"),
+        (["{'type': 'InLinePVT'"], 'is no Python dict'),
+        (["{'type': 'InLinePVT', 'arch': 'huge'}"], "arch must be one of .*got 'huge'"),
+        (['{}', '--checkpoints', 'a', 'b'], 'needs one per model, 1, got 2'),
+        (['{}', '--points', '0.5'], 'pairs of numbers from 0 to 1'),
+        (['{}', '--images', 'nowhere.png'], "'nowhere.png' does not exist"),
+    ],
+)
+def test_what_the_tool_cannot_use_is_named(arguments, message, capsys, tmp_path):
+    with pytest.raises(SystemExit):
+        tool.main([*arguments, '--out', str(tmp_path / 'out'), '--max-images', '1'])
+    assert re.search(message, capsys.readouterr().err)

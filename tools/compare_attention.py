@@ -54,7 +54,7 @@ METRICS = dict(
 )
 
 
-def parse_args() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
+def parse_args(argv: list[str] | None) -> tuple[argparse.ArgumentParser, argparse.Namespace]:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
@@ -81,12 +81,11 @@ def parse_args() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
     for name, low_high in (('objects', (4, 10)), ('clutter', (8, 16))):
         data.add_argument(f'--{name}', type=int, nargs=2, default=low_high, metavar=('LOW', 'HIGH'))
     data.add_argument('--scale', type=float, nargs=2, default=(0.06, 0.2), metavar=('LOW', 'HIGH'))
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     for name in ('iters', 'epochs', 'batch_size', 'jobs'):
         if getattr(args, name) < 1:
-            parser.error(
-                f'--{name.replace("_", "-")} must be at least 1, got {getattr(args, name)}'
-            )
+            flag = name.replace('_', '-')
+            parser.error(f'--{flag} must be at least 1, got {getattr(args, name)}')
     return parser, args
 
 
@@ -227,8 +226,8 @@ def to_markdown(summary: list[dict]) -> str:
     return '\n'.join(text)
 
 
-def main() -> None:
-    parser, args = parse_args()
+def main(argv: list[str] | None = None) -> None:
+    parser, args = parse_args(argv)
     root = args.work_dir.resolve()
     if args.restart:
         shutil.rmtree(root, ignore_errors=True)
