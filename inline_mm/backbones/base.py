@@ -410,7 +410,7 @@ class PyramidBackbone(InLineBackbone):
 
 def tokens_to_map(x: Tensor, hw: tuple[int, int]) -> Tensor:
     """Tokens (B, H*W, C) seen as a channels-last map (B, C, H, W), without a copy."""
-    return x.reshape(len(x), *hw, -1).permute(0, 3, 1, 2)
+    return x.reshape(x.shape[0], *hw, -1).permute(0, 3, 1, 2)
 
 
 def drop_path_rates(rate: float, depths: Sequence[int]) -> list[list[float]]:

@@ -193,7 +193,7 @@ class InLineDeiT(InLineBackbone):
         x = self.patch_embed(x.contiguous(memory_format=torch.channels_last))
         hw = tuple(x.shape[1:3])
         x = x.flatten(1, 2)
-        x = torch.cat([self.cls_token.to(x.dtype).expand(len(x), -1, -1), x], dim=1)
+        x = torch.cat([self.cls_token.to(x.dtype).expand(x.shape[0], -1, -1), x], dim=1)
         x = self.drop_after_pos(self.pos_embed(x, hw))
         for block in self.blocks:
             x = self.run_block(block, x, hw)

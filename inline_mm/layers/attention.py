@@ -139,7 +139,9 @@ class InLineAttention(QKVAttention):
         if self.lepe is not None:
             static = self.lepe.weight.view(1, self.embed_dims, 3, 3)
             kernel = (
-                static.expand(len(mean_token), -1, -1, -1) if kernel is None else (kernel + static)
+                static.expand(mean_token.shape[0], -1, -1, -1)
+                if kernel is None
+                else (kernel + static)
             )
         return kernel
 
@@ -211,7 +213,7 @@ class LinearAttention(QKVAttention):
         out = linear_attention(phi(q), phi(k), v).transpose(1, 2).flatten(2)
         if self.lepe is not None:
             v = v.transpose(1, 2).flatten(2)
-            kernel = self.lepe.weight.squeeze(1).expand(len(v), -1, -1, -1)
+            kernel = self.lepe.weight.squeeze(1).expand(v.shape[0], -1, -1, -1)
             out = add_local(out, v, kernel, self.lepe.bias, hw)
         return self.project(out)
 
