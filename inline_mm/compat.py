@@ -40,7 +40,7 @@ Install one of the two stacks that are known to work, torch first (Python 3.11, 
     pip install torch==2.10.0 torchvision==0.25.0 'setuptools>=80' wheel ninja packaging psutil
     MMCV_WITH_OPS=1 pip install --no-build-isolation 'inline_mm[maintained]'
   classic (OpenMMLab's own last releases):
-    pip install torch==2.5.1 torchvision==0.20.1 'setuptools<81' wheel ninja packaging psutil
+    pip install torch==2.5.1 torchvision==0.20.1 'setuptools>=77,<81' wheel ninja packaging psutil
     MMCV_WITH_OPS=1 pip install --no-build-isolation 'inline_mm[classic]'
 or, in a clone of the repository, `make env` or `make env STACK=classic`."""
 
