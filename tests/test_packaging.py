@@ -20,6 +20,7 @@ EXTRAS = {
     'maintained': ['requirements.txt'],
     'classic': ['requirements-classic.txt'],
     'test': ['requirements-test.txt'],
+    'export': ['requirements-export.txt'],
     'dev': ['requirements-test.txt', 'requirements-dev.txt'],
 }
 LEAF_CONFIGS = sorted(
