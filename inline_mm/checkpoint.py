@@ -13,6 +13,7 @@ import pickle
 import re
 import threading
 import zipfile
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -48,12 +49,13 @@ class CheckpointError(ValueError):
 # Reading
 
 
-class _InertMapping(dict):
-    """Stands in for a configuration object beside the weights: its content, none of its code."""
-
-
 def _inert(module: str, name: str) -> type:
-    return type(name, (_InertMapping,), {'__module__': module, '__qualname__': name})
+    """Stands in for a configuration class: its objects become mappings, none of its code runs."""
+
+    def new(cls):
+        return OrderedDict()  # PyTorch's safe unpickler fills these, and no other subclass of dict.
+
+    return type(name, (), {'__module__': module, '__qualname__': name, '__new__': new})
 
 
 def _alias(path: str, function: Callable) -> Callable:

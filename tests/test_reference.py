@@ -50,17 +50,22 @@ def backbone_config(family, config):
     return settings
 
 
+def authors_config(path):
+    """The authors' keyword arguments of a case."""
+    with safe_open(path, 'pt') as file:
+        return json.loads(file.metadata()['config'])
+
+
 @pytest.fixture(params=CASES)
 def case(request, tmp_path):
     """The case's tensors and family, and the backbone loaded from the authors' layout."""
     with safe_open(CASES[request.param], 'pt') as file:
         tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-        metadata = file.metadata()
+        family = file.metadata()['family']
     weights = {k.removeprefix('weights/'): v for k, v in tensors.items() if k.startswith('weights')}
     path = tmp_path / 'authors.pth'
     torch.save({'model': weights}, path)
-    family = metadata['family']
-    cfg = backbone_config(family, json.loads(metadata['config']))
+    cfg = backbone_config(family, authors_config(CASES[request.param]))
     model = MODELS.build(dict(cfg, init_cfg=dict(type='Pretrained', checkpoint=str(path))))
     model.init_weights()
     return tensors, family, model.eval()
