@@ -17,7 +17,6 @@ from inline_mm.datasets import CLASSES, PALETTE, make_shapes
 
 ROOT = Path(__file__).parent.parent / 'configs'
 # Those of imagenet need mmpretrain: test_imagenet_configs.py.
-# Those for ImageNet need mmpretrain and have a test of their own.
 CONFIGS = sorted(
     str(path.relative_to(ROOT))
     for path in ROOT.rglob('*.py')
