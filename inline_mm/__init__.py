@@ -10,6 +10,7 @@ from .backbones import InLineCSwin, InLineDeiT, InLinePVT, InLineSwin  # noqa: E
 from .checkpoint import guard_mmengine  # noqa: E402
 from .hooks import CheckTargetsHook, DurableCheckpointHook, StrictLoadHook  # noqa: E402
 from .optim import CPUAmpOptimWrapper, LearningRateDecayOptimizerConstructor  # noqa: E402
+from .plug import plug_backbone  # noqa: E402
 from .timm_models import InLineClassifier  # noqa: E402
 
 guard_mmengine()
@@ -28,4 +29,5 @@ __all__ = [
     '__version__',
     'check_stack',
     'guard_mmengine',
+    'plug_backbone',
 ]

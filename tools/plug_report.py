@@ -66,7 +66,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument('--match', default='', help='only configs whose name contains this')
     parser.add_argument('--jobs', type=int, default=1, help='configs at a time')
     parser.add_argument('--size', type=int, default=64, help='side of the images')
-    parser.add_argument('--timeout', type=float, default=300, help='seconds for one config')
+    parser.add_argument('--timeout', type=float, default=600, help='seconds for one config')
     parser.add_argument(
         '--out', default='work_dirs/plug_report.jsonl', help='the rows, a line of JSON each'
     )
@@ -94,8 +94,8 @@ def _run(cfg: Config, size: int) -> None:
     from inline_mm.plug import check_model
 
     first = None
-    # Query-based detectors choose their queries among the pixels of the maps.
-    for side, loss in ((size, False), (256, False), (size, True)):
+    # Query-based detectors choose queries among pixels, deformable heads need 3 x 3 at stride 128.
+    for side, loss in ((size, False), (384, False), (size, True)):
         try:
             check_model(cfg, (side, side), loss=loss, predict=not loss)
             return

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import string
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -46,11 +49,28 @@ def _nodes(node: Any) -> Iterator[dict]:
             yield from _nodes(value)
 
 
+def _small_bert(folder: str) -> str:
+    """Write a BERT of one layer with random weights, and a tokenizer of single letters."""
+    from transformers import BertConfig, BertModel, BertTokenizerFast
+
+    letters = [*string.ascii_lowercase, *string.digits, *string.punctuation]
+    vocabulary = ['[PAD]', '[UNK]', '[CLS]', '[SEP]', '[MASK]', *letters]
+    vocabulary += [f'##{letter}' for letter in letters]
+    vocabulary_file = Path(folder, 'vocab.txt')
+    vocabulary_file.write_text('\n'.join(vocabulary))
+    sizes = dict(hidden_size=96, intermediate_size=96, num_attention_heads=12)
+    config = BertConfig(vocab_size=len(vocabulary), num_hidden_layers=1, **sizes)
+    BertModel(config).save_pretrained(folder)
+    BertTokenizerFast(str(vocabulary_file)).save_pretrained(folder)
+    return folder
+
+
 def build_model(cfg: Config, size: tuple[int, int]) -> nn.Module:
     """Build a config's model on the CPU without pre-trained weights, for images of a size.
 
-    Downloads, padding to a training size and batch augmentations are left out; SyncBN, which
-    needs a GPU, becomes BN.
+    Padding to a training size and batch augmentations are left out; SyncBN, which needs a GPU,
+    becomes BN; for a pre-trained language model, which would be downloaded, a small random one
+    stands in.
     """
     scope = cfg.get('default_scope')
     use_library(scope)
@@ -68,7 +88,15 @@ def build_model(cfg: Config, size: tuple[int, int]) -> nn.Module:
             node['batch_augments'] = None
         if type_name(node) == 'SegDataPreProcessor':
             node.update(size=size, size_divisor=None)
-    with DefaultScope.overwrite_default_scope(scope):
+    with DefaultScope.overwrite_default_scope(scope), TemporaryDirectory() as folder:
+        languages = [n['language_model'] for n in _nodes(model_cfg) if 'language_model' in n]
+        if languages:
+            name = _small_bert(folder)
+            for node in _nodes(model_cfg):
+                if 'lang_model_name' in node:
+                    node['lang_model_name'] = name
+            for node in languages:
+                node['name'] = name
         return revert_sync_batchnorm(MODELS.build(model_cfg))
 
 
@@ -101,7 +129,7 @@ def _meta(size: tuple[int, int], index: int) -> dict:
         flip=False,
         flip_direction=None,
         border=[0, size[0], 0, size[1]],
-        homography_matrix=np.eye(3),
+        homography_matrix=np.eye(3, dtype=np.float32),
     )
 
 
@@ -169,6 +197,9 @@ def _video(model: Mapping, rng: np.random.Generator, size: tuple[int, int], inde
     frames = []
     for frame in range(2):
         sample = _detection(model, rng, size, index)
+        # Their preprocessor leaves box types alone.
+        for objects in (sample.gt_instances, sample.ignored_instances):
+            objects.bboxes = objects.bboxes.tensor
         video = dict(frame_id=frame, video_id=0, video_length=2, ori_video_length=2)
         sample.set_metainfo(dict(video, is_video_data=True))
         frames.append(sample)

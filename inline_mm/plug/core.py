@@ -138,9 +138,9 @@ def plug_backbone(
     _add_imports(cfg, imports, rec)
     _drop_weights(cfg, hosts, rec)
     if optimizer == 'keep':
-        keep_optimizer(cfg, rec)
+        keep_optimizer(cfg, family, rec)
     elif family is None:
-        keep_optimizer(cfg, rec)
+        keep_optimizer(cfg, family, rec)
         rec.note('optim_wrapper', None, None, f'kept: no recipe is known for {cls.__name__}')
     else:
         model = skeleton(plugged, scope)

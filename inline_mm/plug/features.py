@@ -34,8 +34,16 @@ __all__ = [
 
 _LIBRARIES = ('mmdet', 'mmseg', 'mmpretrain')
 
-#: Arguments that change neither channels nor strides, but need a download or a compiled op.
-_IMMATERIAL = ('init_cfg', 'pretrained', 'dcn', 'stage_with_dcn', 'sac', 'stage_with_sac')
+#: Arguments that change neither channels nor strides, but may need a download or a compiled op.
+_IMMATERIAL = (
+    'init_cfg',
+    'pretrained',
+    'norm_cfg',
+    'dcn',
+    'stage_with_dcn',
+    'sac',
+    'stage_with_sac',
+)
 
 
 @dataclass(frozen=True)

@@ -119,9 +119,8 @@ def apply_recipe(
         rec.note('optim_wrapper', None, None, 'the config does not train: no recipe is put in')
         return
     paramwise = wrapper.get('paramwise_cfg') or {}
-    layer_wise = type_name({'type': wrapper.get('constructor')}) in _LAYER_WISE
     new = {'custom_keys': _custom_keys(paramwise, backbone)}
-    if type_name(wrapper['optimizer']) == 'AdamW' and not layer_wise:
+    if type_name(wrapper['optimizer']) == 'AdamW' and not _layer_wise(wrapper):
         old = {key: value for key, value in paramwise.items() if key != 'custom_keys'}
         new = {**old, 'norm_decay_mult': 0.0, **new}
         rec.set(wrapper, 'optim_wrapper', 'paramwise_cfg', new, f'{_NO_DECAY}, nor on norms')
@@ -145,25 +144,40 @@ def apply_recipe(
     _scale_floor(cfg, lr, old_lr, rec)
 
 
-def keep_optimizer(cfg: Config, rec: Recorder) -> None:
-    """Leave the optimiser, but for a constructor that only knows the old backbone's layers."""
+def keep_optimizer(cfg: Config, family: str | None, rec: Recorder) -> None:
+    """Leave the optimiser, but for a constructor that only knows the old backbone's layers.
+
+    An InLine backbone gets the one of this package, with the same decay by layer.
+    """
     wrapper = cfg.get('optim_wrapper')
-    if isinstance(wrapper, dict):
+    if not isinstance(wrapper, dict) or not _layer_wise(wrapper):
+        return
+    if family is None:
         _drop_layer_wise(cfg, rec)
+        return
+    old = wrapper.get('paramwise_cfg') or {}
+    rate = old.get('decay_rate', old.get('layer_decay_rate'))
+    why = 'its decay by layer, for the layers of the new backbone'
+    name = 'inline_mm.LearningRateDecayOptimizerConstructor'
+    rec.set(wrapper, 'optim_wrapper', 'constructor', name, why)
+    new = dict(decay_rate=rate, decay_type=old.get('decay_type', 'layer_wise'))
+    rec.set(wrapper, 'optim_wrapper', 'paramwise_cfg', new, why)
+
+
+def _layer_wise(wrapper: Mapping) -> bool:
+    return type_name({'type': wrapper.get('constructor')}) in _LAYER_WISE
 
 
 def _drop_layer_wise(cfg: Config, rec: Recorder) -> None:
     wrapper = cfg.optim_wrapper
-    if type_name({'type': wrapper.get('constructor')}) in _LAYER_WISE:
+    if _layer_wise(wrapper):
         old = wrapper.pop('constructor')
         why = 'its decay by layer knows the layers of ConvNeXt, BEiT and MAE alone'
         rec.note('optim_wrapper.constructor', old, None, why)
         for key in ('num_layers', 'layer_decay_rate', 'decay_rate', 'decay_type'):
             if key in (wrapper.get('paramwise_cfg') or {}):
-                rec.note(
-                    f'optim_wrapper.paramwise_cfg.{key}', wrapper.paramwise_cfg[key], None, why
-                )
-                wrapper.paramwise_cfg.pop(key)
+                old = wrapper.paramwise_cfg.pop(key)
+                rec.note(f'optim_wrapper.paramwise_cfg.{key}', old, None, why)
 
 
 def _scale_floor(cfg: Config, lr: float, old_lr: float | None, rec: Recorder) -> None:

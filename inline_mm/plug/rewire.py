@@ -65,6 +65,7 @@ _HEADS = (
     'mask_head',
     'panoptic_head',
     'semantic_head',
+    'track_head',
     'head',
 )
 
