@@ -1,5 +1,6 @@
 """What the backbone families share: arguments, stages, freezing, checkpoints."""
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -71,14 +72,14 @@ def parse_attention(
     Raises:
         ValueError: For a wrong number of entries, an unknown name or an unknown setting.
     """
-    if isinstance(attention, str | Mapping) or len(attention) != len(depths):
+    if not isinstance(attention, list | tuple) or len(attention) != len(depths):
         raise ValueError(
             f"arch['attention'] needs one entry per stage, {len(depths)}, got {attention!r}"
         )
     parsed = []
     for stage, (entry, depth) in enumerate(zip(attention, depths, strict=True)):
         where = f"arch['attention'][{stage}]"
-        entry = [entry] * depth if isinstance(entry, str | Mapping) else list(entry)
+        entry = entry if isinstance(entry, list | tuple) else [entry] * depth
         if len(entry) != depth:
             raise ValueError(
                 f'{where} needs a name or dict, or one per block of the stage, {depth}, '
@@ -89,9 +90,9 @@ def parse_attention(
 
 
 def _parse_block_attention(block: str | Mapping, where: str) -> dict[str, Any]:
-    settings = dict(type=block) if isinstance(block, str) else dict(block)
+    settings = dict(block) if isinstance(block, Mapping) else dict(type=block)
     name = settings.get('type')
-    if name not in ATTENTIONS:
+    if not isinstance(name, str) or name not in ATTENTIONS:
         raise ValueError(f'{where} must hold names of {tuple(ATTENTIONS)}, got {name!r}')
     unknown = [key for key in settings if key != 'type' and key not in ATTENTIONS[name]]
     if unknown:
@@ -151,12 +152,16 @@ class InLineBackbone(BaseModule):
         self.arch = parse_arch(arch, self.presets, self.arch_defaults)
         depths = self.arch['depths']
         num_levels = len(depths) if isinstance(depths, list | tuple) else self.number('depths')
+        if num_levels == 0:
+            raise ValueError(
+                f"arch['depths'] must hold a positive number per stage, got {depths!r}"
+            )
         indices = (out_indices,) if isinstance(out_indices, int) else tuple(out_indices)
         in_range = all(isinstance(i, int) and 0 <= i < num_levels for i in indices)
         if not indices or not in_range or list(indices) != sorted(set(indices)):
             raise ValueError(
-                f'out_indices must be increasing numbers from 0 to {num_levels - 1}, '
-                f'got {out_indices!r}'
+                f'out_indices must be increasing numbers from 0 to {num_levels - 1} '
+                f'(arch has depths {depths!r}), got {out_indices!r}'
             )
         if not isinstance(frozen_stages, int) or not -1 <= frozen_stages <= num_levels:
             raise ValueError(
@@ -186,7 +191,7 @@ class InLineBackbone(BaseModule):
 
     def _positive(self, number: object, key: str, problem: str) -> int:
         kind, what = (int | float, 'number') if 'mlp_ratio' in key else (int, 'whole number')
-        if not isinstance(number, kind) or isinstance(number, bool) or number <= 0:
+        if not isinstance(number, kind) or isinstance(number, bool) or not 0 < number < math.inf:
             raise ValueError(f'{problem.format(what)}, got {self.arch[key]!r}')
         return number
 
