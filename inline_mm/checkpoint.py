@@ -84,6 +84,7 @@ _numpy_core = np._core if hasattr(np, '_core') else np.core
 #: is the log history that mmengine keeps, with numpy's arrays under the names of numpy 1 and 2.
 _SAFE_GLOBALS = (
     _inert('yacs.config', 'CfgNode'),
+    set,  # PyTorch before 2.6 does not allow it by itself; every CfgNode holds one.
     argparse.Namespace,
     HistoryBuffer,
     _alias('builtins.getattr', _history_buffer_method),
