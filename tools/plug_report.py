@@ -29,6 +29,8 @@ from mmengine.config import Config, DictAction
 from mmengine.utils import ProgressBar, get_installed_path
 
 from inline_mm.plug import ConfigError, PlugError, backbone_names, installed_configs
+from inline_mm.plug.config import library_of, read_config, type_name
+from inline_mm.plug.rewire import UNPLUGGABLE, find_hosts
 
 #: InLine-PVT's four stages at a size that builds in no time; it stands in by default.
 SMALL = dict(
@@ -114,8 +116,6 @@ def _reads_back(cfg: Config) -> bool:
 def examine(name: str, backbone, size: int, done: dict[str, tuple[str, str]]) -> dict:
     """The row of one config; ``done`` maps models that ran before to their state and reason."""
     from inline_mm.plug import plug_backbone
-    from inline_mm.plug.config import read_config, type_name
-    from inline_mm.plug.rewire import find_hosts
 
     row = dict(config=name, state='', reason='', old='', model='', key='')
     try:
@@ -132,8 +132,7 @@ def examine(name: str, backbone, size: int, done: dict[str, tuple[str, str]]) ->
         return {**row, 'state': 'refused', 'reason': str(error)}
     except Exception as error:
         return {**row, 'state': 'failed', 'reason': _brief(error)}
-    scope = cfg.get('default_scope')
-    text = repr((scope, cfg.model.to_dict(), cfg.get('data_preprocessor')))
+    text = repr((library_of(cfg), cfg.model.to_dict(), cfg.get('data_preprocessor')))
     row['key'] = hashlib.sha1(text.encode()).hexdigest()
     if row['key'] not in done:
         done[row['key']] = _try_out(cfg, original, size)
@@ -144,7 +143,7 @@ def examine(name: str, backbone, size: int, done: dict[str, tuple[str, str]]) ->
 def _try_out(cfg: Config, original: Config, size: int) -> tuple[str, str]:
     # Teachers are named by their path in the library's repository.
     here = os.getcwd()
-    os.chdir(Path(get_installed_path(cfg.get('default_scope') or 'mmdet'), '.mim'))
+    os.chdir(Path(get_installed_path(library_of(cfg)), '.mim'))
     try:
         _run(cfg, size)
         return 'plugged', ''
@@ -226,8 +225,6 @@ def run_all(names: list[str], args: argparse.Namespace, backbone, done: dict, ke
 
 def summary(rows: list[dict]) -> str:
     """Tables in Markdown: states by library, and why configs were refused or failed."""
-    from inline_mm.plug.rewire import UNPLUGGABLE
-
     libraries = sorted({row['config'].partition('::')[0] for row in rows})
     counts = Counter((row['config'].partition('::')[0], row['state']) for row in rows)
     lines = [f'| | {" | ".join(libraries)} |', f'|---|{"---:|" * len(libraries)}']

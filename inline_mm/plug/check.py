@@ -19,7 +19,7 @@ from mmengine.registry import MODELS, DefaultScope
 from mmengine.structures import InstanceData, PixelData
 from torch import Tensor, nn
 
-from .config import type_name
+from .config import library_of, type_name
 from .features import use_library
 
 __all__ = ['CheckResult', 'build_model', 'check_model', 'synthetic_batch']
@@ -72,7 +72,7 @@ def build_model(cfg: Config, size: tuple[int, int]) -> nn.Module:
     becomes BN; for a pre-trained language model, which would be downloaded, a small random one
     stands in.
     """
-    scope = cfg.get('default_scope')
+    scope = library_of(cfg)
     use_library(scope)
     model_cfg = deepcopy(cfg.model)
     if 'data_preprocessor' not in model_cfg and cfg.get('data_preprocessor'):
@@ -97,7 +97,11 @@ def build_model(cfg: Config, size: tuple[int, int]) -> nn.Module:
                     node['lang_model_name'] = name
             for node in languages:
                 node['name'] = name
-        return revert_sync_batchnorm(MODELS.build(model_cfg))
+        model = revert_sync_batchnorm(MODELS.build(model_cfg))
+    model.init_weights()
+    if hasattr(model, 'set_epoch'):  # what mmdet's SetEpochInfoHook does
+        model.set_epoch(0)
+    return model
 
 
 # --------------------------------------------------------------------------------------------------
@@ -268,7 +272,7 @@ def check_model(
         Exception: Whatever building or running the model raises.
     """
     torch.manual_seed(0)
-    scope = cfg.get('default_scope')
+    scope = library_of(cfg)
     model = build_model(cfg, size)
     value, untrained, predictions = None, [], None
     with DefaultScope.overwrite_default_scope(scope):

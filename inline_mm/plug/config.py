@@ -86,6 +86,16 @@ def type_name(node: Any) -> str:
     return (kind if isinstance(kind, str) else kind.__name__).rpartition('.')[2]
 
 
+def library_of(cfg: Config) -> str | None:
+    """The library in whose registry a config's names are looked up."""
+    if scope := cfg.get('default_scope'):
+        return scope
+    kind = cfg.model.get('type')
+    if isinstance(kind, str) and '.' in kind:
+        return kind.partition('.')[0]
+    return 'mmseg' if 'decode_head' in cfg.model else 'mmdet'
+
+
 def read_config(cfg: Config | str | Path) -> tuple[Config, dict | None]:
     """A copy of a config, or the config read from a path or from ``'mmdet::...'``.
 

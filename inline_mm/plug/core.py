@@ -13,7 +13,7 @@ from mmengine.config import Config
 
 from .. import backbones
 from ..backbones.base import InLineBackbone
-from .config import PlugError, PluggedConfig, Recorder, read_config, type_name
+from .config import PlugError, PluggedConfig, Recorder, library_of, read_config, type_name
 from .features import (
     Level,
     backbone_class,
@@ -112,7 +112,7 @@ def plug_backbone(
     named = isinstance(backbone, str)
     new_backbone = parse_backbone(backbone)
     cfg, base = read_config(cfg)
-    scope = cfg.get('default_scope')
+    scope = library_of(cfg)
     use_library(scope)
     refuse_unpluggable(cfg.model)
 
