@@ -60,21 +60,21 @@ def test_size_schedule_and_data_reach_the_config(task):
 
 def result(variant, seed, value):
     return dict(
-        task='segmentation', variant=variant, seed=seed, metrics=dict(mIoU=value, mAcc=50.0),
-        seconds_per_iteration=0.1, peak_memory_mib=900,
+        task='segmentation', variant=variant, seed=seed, metrics=dict(mIoU=value, mAcc=50.0)
     )  # fmt: skip
 
 
 def test_table_has_mean_and_deviation_over_seeds():
     summary = compare.summarise(
-        [result('inline', 0, 60.0), result('linear', 0, 40.0), result('inline', 1, 64.0)]
+        [result('inline', 0, 60.0), result('linear', 0, 40.0), result('inline', 1, 64.0)],
+        dict(segmentation={variant: {'ms per step': 100.2} for variant in ('linear', 'inline')}),
     )
     assert [(row['variant'], row['seeds']) for row in summary] == [('linear', 1), ('inline', 2)]
-    assert summary[1]['values']['mIoU'] == dict(mean=62.0, std=pytest.approx(8**0.5))
+    assert summary[1]['metrics']['mIoU'] == dict(mean=62.0, std=pytest.approx(8**0.5))
     lines = compare.to_markdown(summary).splitlines()
-    assert lines[0] == '| segmentation | seeds | mIoU | mAcc | ms per iteration | memory, MiB |'
-    assert lines[2] == '| linear, relu | 1 | 40.0 | 50.0 | 100 | 900 |'
-    assert lines[3] == '| InLine (identity) | 2 | 62.0 ± 2.8 | 50.0 ± 0.0 | 100 ± 0 | 900 ± 0 |'
+    assert lines[0] == '| segmentation | seeds | mIoU | mAcc | ms per step |'
+    assert lines[2] == '| linear, relu | 1 | 40.0 | 50.0 | 100 |'
+    assert lines[3] == '| InLine (identity) | 2 | 62.0 ± 2.8 | 50.0 ± 0.0 | 100 |'
 
 
 @pytest.mark.slow
@@ -85,8 +85,8 @@ def test_a_comparison_trains_measures_and_goes_on_where_it_was(tmp_path, capsys)
     (run,) = found['runs']
     assert (run['variant'], run['seed']) == ('inline-relu', 0)
     assert 0 <= run['metrics']['mIoU'] <= run['metrics']['mAcc'] <= 100
-    assert run['seconds_per_iteration'] > 0 and run['peak_memory_mib'] > 100
-    assert found['summary'][0]['values']['mIoU']['std'] is None
+    assert all(cost > 0 for cost in found['summary'][0]['costs'].values())
+    assert found['summary'][0]['metrics']['mIoU']['std'] is None
     assert '| InLine, relu | 1 |' in (tmp_path / 'results.md').read_text()
 
     # A finished run is not run again.
@@ -101,11 +101,12 @@ def test_a_comparison_trains_measures_and_goes_on_where_it_was(tmp_path, capsys)
     assert 'holds runs with other settings' in capsys.readouterr().err
 
 
-def test_a_failed_run_is_reported_with_the_end_of_its_output(tmp_path):
-    config = tmp_path / 'broken.py'
-    config.write_text("raise RuntimeError('a broken config')")
-    with pytest.raises(RuntimeError, match=r'inline seed 0 failed (.|\n)*a broken config'):
-        compare.run('segmentation', 'inline', 0, config, tmp_path / 'run', threads=1)
+def test_a_failed_run_is_reported_with_the_end_of_its_output(tmp_path, monkeypatch):
+    (tmp_path / 'tools').mkdir()
+    (tmp_path / 'tools/train.py').write_text("raise RuntimeError('out of luck')")
+    monkeypatch.setattr(compare, 'REPO', tmp_path)
+    with pytest.raises(RuntimeError, match=r'inline seed 0 failed \(1\)(.|\n)*out of luck'):
+        compare.run('segmentation', 'inline', 0, tmp_path / 'x.py', tmp_path / 'run', threads=1)
     assert not (tmp_path / 'run/result.json').exists()
 
 

@@ -6,6 +6,7 @@ others go on from their last checkpoint.
 """
 
 import argparse
+import copy
 import json
 import os
 import shutil
@@ -17,7 +18,12 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import torch
 from mmengine.config import Config
+from mmengine.device import get_device
+from mmengine.model import revert_sync_batchnorm
+from mmengine.registry import MODELS, init_default_scope
+from mmengine.runner import Runner
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from inline_mm.datasets import make_shapes
@@ -148,22 +154,17 @@ def run(task: str, variant: str, seed: int, config: Path, folder: Path, threads:
     ]  # fmt: skip
     began = time.time()
     with open(folder / 'output.txt', 'a') as output:
-        process = subprocess.Popen(
+        process = subprocess.run(
             list(map(str, command)),
             stdout=output,
             stderr=subprocess.STDOUT,
             env=dict(os.environ, OMP_NUM_THREADS=str(threads)),
         )
-        # Unlike Popen.wait, it also tells the peak memory.
-        _, status, usage = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode != 0:
         tail = (folder / 'output.txt').read_text()[-2000:]
         raise RuntimeError(f'{task} {variant} seed {seed} failed ({process.returncode}):\n{tail}')
     logs = sorted(folder.glob('*/vis_data/scalars.json'))
     lines = [json.loads(line) for log in logs for line in log.read_text().splitlines()]
-    times = [line['time'] for line in lines if 'loss' in line]
-    on_gpu = [line['memory'] for line in lines if 'memory' in line]
     result = dict(
         task=task,
         variant=variant,
@@ -172,20 +173,81 @@ def run(task: str, variant: str, seed: int, config: Path, folder: Path, threads:
             key.split('/')[-1]: round(factor * next(x[key] for x in lines[::-1] if key in x), 2)
             for key, factor in METRICS[task].items()
         },
-        seconds_per_iteration=round(statistics.median(times), 4),
-        peak_memory_mib=max(on_gpu) if on_gpu else round(usage.ru_maxrss / 1024),
-        memory_of='GPU' if on_gpu else 'process',
         seconds=round(time.time() - began, 1),
     )
     done.write_text(json.dumps(result, indent=2))
     return result
 
 
+# Costs
+
+
+class TrainingStep:
+    """A step of training without the optimiser, on one batch of the training data."""
+
+    def __init__(self, cfg: Config) -> None:
+        init_default_scope(cfg.default_scope)
+        torch.manual_seed(0)
+        self.device = get_device()
+        self.model = revert_sync_batchnorm(MODELS.build(cfg.model)).to(self.device).train()
+        cfg.train_dataloader.update(num_workers=0, persistent_workers=False)
+        data = next(iter(Runner.build_dataloader(cfg.train_dataloader, seed=0)))
+        self.data = self.model.data_preprocessor(data, True)
+
+    def run(self) -> None:
+        losses = self.model(**copy.deepcopy(self.data), mode='loss')
+        self.model.parse_losses(losses)[0].backward()
+        self.model.zero_grad()
+
+    def milliseconds(self) -> float:
+        began = time.perf_counter()
+        self.run()
+        if self.device == 'cuda':
+            torch.cuda.synchronize()
+        return 1000 * (time.perf_counter() - began)
+
+    def kept_mib(self) -> float:
+        """Memory of what the forward pass keeps for the backward pass, parameters left out."""
+        parameters = {p.untyped_storage().data_ptr() for p in self.model.parameters()}
+        kept: dict[int, int] = {}
+
+        def note(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in parameters:
+                kept[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            self.run()
+        return sum(kept.values()) / 2**20
+
+
+def measure_costs(configs: dict[str, Config], threads: int, rounds: int = 7) -> dict[str, dict]:
+    """Time and memory of a training step by variant.
+
+    The variants take turns and the fastest of their steps counts, so that whatever else the
+    machine does meets them all alike.
+    """
+    torch.set_num_threads(threads)
+    steps = {variant: TrainingStep(cfg) for variant, cfg in configs.items()}
+    memory = {variant: step.kept_mib() for variant, step in steps.items()}
+    times = [
+        {variant: step.milliseconds() for variant, step in steps.items()} for _ in range(rounds)
+    ]
+    return {
+        variant: {
+            'ms per step': round(min(of[variant] for of in times), 1),
+            'kept for backward, MiB': round(memory[variant], 1),
+        }
+        for variant in steps
+    }
+
+
 # Tables
 
 
-def summarise(results: list[dict]) -> list[dict]:
-    """Mean and standard deviation over seeds per task and variant."""
+def summarise(results: list[dict], costs: dict[str, dict]) -> list[dict]:
+    """Mean and standard deviation over seeds, and costs, per task and variant."""
     summary = []
     for task in CONFIGS:
         for variant in VARIANTS:
@@ -193,16 +255,17 @@ def summarise(results: list[dict]) -> list[dict]:
             if not runs:
                 continue
             columns = {key: [r['metrics'][key] for r in runs] for key in runs[0]['metrics']}
-            columns['ms per iteration'] = [1000 * r['seconds_per_iteration'] for r in runs]
-            columns['memory, MiB'] = [r['peak_memory_mib'] for r in runs]
-            values = {
+            metrics = {
                 key: dict(
                     mean=statistics.mean(column),
                     std=statistics.stdev(column) if len(column) > 1 else None,
                 )
                 for key, column in columns.items()
             }
-            summary.append(dict(task=task, variant=variant, seeds=len(runs), values=values))
+            cost = costs.get(task, {}).get(variant, {})
+            summary.append(
+                dict(task=task, variant=variant, seeds=len(runs), metrics=metrics, costs=cost)
+            )
     return summary
 
 
@@ -213,14 +276,14 @@ def to_markdown(summary: list[dict]) -> str:
         rows = [row for row in summary if row['task'] == task]
         if not rows:
             continue
-        keys = list(rows[0]['values'])
+        keys = [*rows[0]['metrics'], *rows[0]['costs']]
         text += [f'| {task} | seeds | {" | ".join(keys)} |', '| --- ' * (len(keys) + 2) + '|']
         for row in rows:
             cells = []
-            for key, value in row['values'].items():
-                digits = 0 if key.startswith(('ms', 'memory')) else 1
-                spread = '' if value['std'] is None else f' ± {value["std"]:.{digits}f}'
-                cells.append(f'{value["mean"]:.{digits}f}{spread}')
+            for value in row['metrics'].values():
+                spread = '' if value['std'] is None else f' ± {value["std"]:.1f}'
+                cells.append(f'{value["mean"]:.1f}{spread}')
+            cells += [f'{value:.0f}' for value in row['costs'].values()]
             text.append(f'| {NAMES[row["variant"]]} | {row["seeds"]} | {" | ".join(cells)} |')
         text.append('')
     return '\n'.join(text)
@@ -281,9 +344,21 @@ def main(argv: list[str] | None = None) -> None:
 
         list(pool.map(work, jobs))
 
-    # Every finished run of this work dir, not only those asked for now.
+    # Every finished run of this work dir, not only those asked for now, and the costs of those.
     results = [json.loads(p.read_text()) for p in sorted(root.glob('*/*/*/result.json'))]
-    summary = summarise(results)
+    costs = {}
+    for task in CONFIGS:
+        variants = [
+            v for v in VARIANTS if any((r['task'], r['variant']) == (task, v) for r in results)
+        ]
+        measured = root / f'costs_{task}.json'
+        costs[task] = json.loads(measured.read_text()) if measured.is_file() else {}
+        if set(variants) - set(costs[task]):
+            print(f'measuring a training step, {task}')
+            of = {v: make_config(task, v, args, root / 'data') for v in variants}
+            costs[task] = measure_costs(of, threads)
+            measured.write_text(json.dumps(costs[task]))
+    summary = summarise(results, costs)
     (root / 'results.json').write_text(
         json.dumps(dict(settings=settings, summary=summary, runs=results), indent=2)
     )
