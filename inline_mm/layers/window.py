@@ -31,13 +31,10 @@ def shift_mask(hw: tuple[int, int], window_size: int, device: torch.device) -> T
     """
     # A mask made at inference may serve training later, so it must not be an inference tensor.
     with torch.inference_mode(False), torch.no_grad():
+        # Before the last window, in its first half, in its second.
         rows, columns = (
-            torch.bucketize(
-                torch.arange(side, device=device),
-                torch.tensor([side - window_size, side - window_size // 2], device=device),
-                right=True,
-            )
-            for side in hw
+            (place >= side - window_size).long() + (place >= side - window_size // 2).long()
+            for side, place in ((side, torch.arange(side, device=device)) for side in hw)
         )
         regions = (3 * rows.unsqueeze(1) + columns).view(1, *hw, 1)
         regions = window_partition(regions, (window_size, window_size)).flatten(1)
