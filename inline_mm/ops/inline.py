@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from .attention import inline_attention
 from .dynamic_conv import conv_forward, conv_kernel_grad, dynamic_depthwise_conv, shifted_products
-from .mode import is_graph_mode
+from .mode import has_autocast, is_graph_mode, is_less, without_autocast
 
 __all__ = [
     'TokenStatistics',
@@ -229,10 +229,10 @@ def inline_attention_tokens(
         Tensor: (B, N, C); the autocast dtype where autocast is on, else the dtype of ``x``.
     """
     device = x.device.type
-    if torch.is_autocast_enabled(device):
+    if has_autocast(device) and torch.is_autocast_enabled(device):
         x = x.to(torch.get_autocast_dtype(device))
-    with torch.autocast(device, enabled=False):
-        if x.shape[1] < SMALL * x.shape[2]:
+    with without_autocast(device):
+        if is_less(x.shape[1], SMALL * x.shape[2]):
             return _plain(x, qkv_weight, qkv_bias, num_heads, kernel, kernel_bias, hw)
         if is_graph_mode():
             return _folded(x, qkv_weight, qkv_bias, num_heads, kernel, kernel_bias, hw)[0]

@@ -18,17 +18,6 @@ def is_graph_mode() -> bool:
     return torch.compiler.is_compiling() or torch.jit.is_tracing()
 
 
-def is_surely_less(a: int, b: int) -> bool:
-    """``a < b``, and False for a graph of dynamic size where that is left open.
-
-    Asking in the usual way would fix the answer for the graph, which is then recorded anew for
-    every size that gives another.
-    """
-    if torch.compiler.is_compiling():
-        return _CAN_ASK and statically_known_true(a < b)
-    return a < b
-
-
 def is_less(a: int, b: int) -> bool:
     """``a < b``, and False where a graph of dynamic size leaves it open.
 
