@@ -370,12 +370,13 @@ def test_checkpoint_of_the_backbone_is_named_in_the_config(tmp_path):
 
 def test_tool_prints_changes_and_checks_the_model(tmp_path):
     path = tmp_path / 'plugged.py'
+    arch = SMALL['arch']
     command = [
         sys.executable,
         str(ROOT / 'tools' / 'plug_backbone.py'),
         PSPNET.replace('r50', 'r18').replace('40k', '80k'),
         *('--backbone', 'InLinePVT', '--out', str(path), '--check', '--check-size', '64', '64'),
-        *('--backbone-options', f'arch={SMALL["arch"]}'.replace(' ', '').replace("'", '"')),
+        *('--backbone-options', *(f'arch.{k}={v}'.replace(' ', '') for k, v in arch.items())),
     ]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
@@ -500,8 +501,8 @@ def test_plugged_model_has_a_loss_and_gradients(name, monkeypatch):
     monkeypatch.chdir(Path(get_installed_path(name.partition('::')[0]), '.mim'))
     cfg = plug_backbone(name, SMALL)
     shrink(cfg.model)
-    # Deformable convolutions of DDOD need 3 x 3 pixels at stride 128.
-    side = 384 if 'ddod' in name else 64
+    # DDOD's deformable convolutions need 3 x 3 pixels at stride 128, LR-ASPP pools 49 x 49.
+    side = 400 if 'ddod' in name or 'lraspp' in name else 64
     result = check_model(cfg, (side, side), predict=False)
     assert result.loss == pytest.approx(result.loss)  # not NaN
     assert result.untrained == []

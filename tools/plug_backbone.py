@@ -8,7 +8,7 @@
 import argparse
 import sys
 
-from mmengine.config import DictAction
+from mmengine.config import Config, DictAction
 
 from inline_mm.plug import PlugError, backbone_names, check_model, plug_backbone
 
@@ -29,7 +29,7 @@ def parse_args() -> argparse.Namespace:
         nargs='+',
         action=DictAction,
         metavar='KEY=VALUE',
-        help='arguments of the class that --backbone names, such as arch=small',
+        help='arguments of the class --backbone names: arch=small, or arch.depths=[2,2,2,2] ...',
     )
     parser.add_argument('--out', metavar='FILE', help='where to write the new config (.py)')
     parser.add_argument('--checkpoint', help='pre-trained weights of the new backbone')
@@ -60,7 +60,9 @@ def main() -> int:
     args = parse_args()
     backbone = args.backbone
     if args.backbone_options is not None:
-        backbone = dict(type=args.backbone, **args.backbone_options)
+        backbone = Config(dict(type=args.backbone))
+        backbone.merge_from_dict(args.backbone_options)
+        backbone = backbone.to_dict()
     try:
         cfg = plug_backbone(
             args.config,

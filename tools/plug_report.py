@@ -96,8 +96,8 @@ def _run(cfg: Config, size: int) -> None:
     from inline_mm.plug import check_model
 
     first = None
-    # Query-based detectors choose queries among pixels, deformable heads need 3 x 3 at stride 128.
-    for side, loss in ((size, False), (384, False), (size, True)):
+    # Query-based detectors choose queries among pixels, others have large kernels.
+    for side, loss in ((size, False), (400, False), (size, True)):
         try:
             check_model(cfg, (side, side), loss=loss, predict=not loss)
             return
@@ -277,7 +277,9 @@ def main() -> int:
     args = parse_args()
     backbone = args.backbone or SMALL
     if args.backbone_options is not None:
-        backbone = dict(type=args.backbone or 'InLinePVT', **args.backbone_options)
+        backbone = Config(dict(type=args.backbone or 'InLinePVT'))
+        backbone.merge_from_dict(args.backbone_options)
+        backbone = backbone.to_dict()
     names = []
     for library in [args.library] if args.library else ['mmdet', 'mmseg']:
         own = [name for name in installed_configs(library) if args.match in name]

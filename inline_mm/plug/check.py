@@ -14,13 +14,14 @@ import numpy as np
 import torch
 from mmengine.config import Config
 from mmengine.dataset import pseudo_collate
+from mmengine.logging import MessageHub
 from mmengine.model import revert_sync_batchnorm
 from mmengine.registry import MODELS, DefaultScope
 from mmengine.structures import InstanceData, PixelData
 from torch import Tensor, nn
 
 from .config import library_of, type_name
-from .features import use_library
+from .features import quiet, use_library
 
 __all__ = ['CheckResult', 'build_model', 'check_model', 'synthetic_batch']
 
@@ -88,7 +89,7 @@ def build_model(cfg: Config, size: tuple[int, int]) -> nn.Module:
             node['batch_augments'] = None
         if type_name(node) == 'SegDataPreProcessor':
             node.update(size=size, size_divisor=None)
-    with DefaultScope.overwrite_default_scope(scope), TemporaryDirectory() as folder:
+    with quiet(), DefaultScope.overwrite_default_scope(scope), TemporaryDirectory() as folder:
         languages = [n['language_model'] for n in _nodes(model_cfg) if 'language_model' in n]
         if languages:
             name = _small_bert(folder)
@@ -98,7 +99,7 @@ def build_model(cfg: Config, size: tuple[int, int]) -> nn.Module:
             for node in languages:
                 node['name'] = name
         model = revert_sync_batchnorm(MODELS.build(model_cfg))
-    model.init_weights()
+        model.init_weights()
     if hasattr(model, 'set_epoch'):  # what mmdet's SetEpochInfoHook does
         model.set_epoch(0)
     return model
@@ -274,6 +275,9 @@ def check_model(
     torch.manual_seed(0)
     scope = library_of(cfg)
     model = build_model(cfg, size)
+    hub = MessageHub.get_current_instance()
+    if hub.get_info('iter') is None:  # losses with a warm-up ask for it
+        hub.update_info('iter', 0)
     value, untrained, predictions = None, [], None
     with DefaultScope.overwrite_default_scope(scope):
         if loss:

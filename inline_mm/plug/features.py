@@ -9,8 +9,8 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,7 @@ __all__ = [
     'build_backbone',
     'measure',
     'pyramid_of',
+    'quiet',
     'skeleton',
     'use_library',
 ]
@@ -133,22 +134,28 @@ def build_backbone(cfg: Mapping, scope: str | None, meta: bool = True) -> nn.Mod
     """
     cls = backbone_class(cfg, scope)
     _check_arguments(cls, cfg)
-    logger = MMLogger.get_current_instance()
-    level = logger.level
-    logger.setLevel('ERROR')  # Swin and others warn at every construction
     try:
         with (
+            quiet(),
             DefaultScope.overwrite_default_scope(scope),
             _ParametersOnMeta() if meta else nullcontext(),
         ):
             model = MODELS.build(dict(cfg))
-    except PlugError:
-        raise
     except Exception as error:
         raise PlugError(f'{cls.__name__} cannot be built from {dict(cfg)}: {error}') from error
+    return model.to('meta') if meta else model
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Errors alone are logged: models that are only looked at are no news to the user."""
+    logger = MMLogger.get_current_instance()
+    level = logger.level
+    logger.setLevel('ERROR')
+    try:
+        yield
     finally:
         logger.setLevel(level)
-    return model.to('meta') if meta else model
 
 
 def _outputs(model: nn.Module, size: tuple[int, int], device: str) -> list[Any]:

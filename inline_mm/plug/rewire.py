@@ -268,6 +268,10 @@ class _Rewiring:
         self, used: list[int], targets: list[Level], available: list[Level]
     ) -> dict[int, Level]:
         full = _match(targets, available)
+        strides = [x.stride for x in targets]
+        if not self.necks and self.scope == 'mmseg' and len(set(strides)) == len(strides):
+            # Undilated, and heads may read a level twice: none has to make way for another.
+            full = [_match([x], available)[0] for x in targets]
         chosen = (
             {p: full[p] for p in used}
             if full
@@ -327,8 +331,8 @@ class _Rewiring:
                     f'{self.host.path}.backbone (output {p})',
                     f'stride {targets[p].stride}',
                     f'stride {chosen[p].stride}',
-                    f'{self.name} is not dilated: its level of the nearest stride and same depth '
-                    'takes the place; predictions are upsampled to the image as before',
+                    f'the nearest stride of {self.name}, in order of depth (it is not dilated); '
+                    'predictions are upsampled to the image as before',
                 )
         if not self.necks:
             self.connect_heads(chosen, outputs)
