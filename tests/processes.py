@@ -14,9 +14,9 @@ _context = multiprocessing.get_context('forkserver')
 _context.set_forkserver_preload(['mmdet.apis', 'mmseg.apis', 'inline_mm'])
 
 
-def start(function: Callable, *args: Any, env: dict[str, str] | None = None):
-    """Start ``function(*args)``; returns the process."""
-    process = _context.Process(target=_call, args=(function, args, env or {}, None))
+def start(function: Callable, *args: Any, log: str = os.devnull):
+    """Start ``function(*args)``, what it prints going to ``log``; returns the process."""
+    process = _context.Process(target=_logged, args=(function, args, str(log)))
     process.start()
     return process
 
@@ -54,14 +54,19 @@ def run(function: Callable, *args: Any, ranks: int = 1, timeout: float = 400) ->
             process.kill()
 
 
+def _logged(function, args, log):
+    torch.set_num_threads(1)
+    with open(log, 'a') as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    function(*args)
+
+
 def _call(function, args, env, pipe):
     os.environ.update(env)
     torch.set_num_threads(1)
     if 'RANK' in env:
         torch.distributed.init_process_group('gloo')
-    if pipe is None:
-        function(*args)
-        return
     try:
         pipe.send((False, function(*args)))
     except BaseException:
