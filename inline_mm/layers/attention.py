@@ -1,5 +1,6 @@
 """Attention layers over all tokens of a map: InLine, linear and softmax."""
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -10,6 +11,7 @@ from ..ops import (
     inline_attention_tokens,
     linear_attention,
     softmax_attention,
+    token_mean,
 )
 
 __all__ = [
@@ -135,7 +137,9 @@ class InLineAttention(QKVAttention):
         """
         kernel = None
         if self.local is not None:
-            kernel = self.local(mean_token.unsqueeze(-1)).view(-1, self.embed_dims, 3, 3)
+            first, act, second = self.local
+            kernel = at_one_position(second, act(at_one_position(first, mean_token)))
+            kernel = kernel.view(-1, self.embed_dims, 3, 3)
         if self.lepe is not None:
             static = self.lepe.weight.view(1, self.embed_dims, 3, 3)
             kernel = (
@@ -157,15 +161,16 @@ class InLineAttention(QKVAttention):
         Returns:
             Tensor: (B, N, C).
         """
-        kernel = kernel_bias = None
+        kernel = kernel_bias = mean = None
         if self.local is not None or self.lepe is not None:
             if mean_token is None:
-                mean_token = x.mean(dim=1)
+                mean = token_mean(x)
+                mean_token = mean.to(x.dtype)
             kernel = self.make_kernel(mean_token)
             kernel_bias = None if self.lepe is None else self.lepe.bias
         if self.feature_map == 'identity':
             out = inline_attention_tokens(
-                x, self.qkv.weight, self.qkv.bias, self.num_heads, kernel, kernel_bias, hw
+                x, self.qkv.weight, self.qkv.bias, self.num_heads, kernel, kernel_bias, hw, mean
             )
         else:
             phi = FEATURE_MAPS[self.feature_map]
@@ -256,3 +261,14 @@ def add_local(
     bias = None if bias is None else bias.to(v.dtype)
     local = dynamic_depthwise_conv(v[:, prefix:], kernel.to(v.dtype), hw, bias)
     return out + F.pad(local, (0, 0, prefix, 0))
+
+
+def at_one_position(conv: nn.Conv1d, x: Tensor) -> Tensor:
+    """A grouped 1x1 convolution at one position, (B, in_channels) to (B, out_channels).
+
+    As a product per group, for which there is less to set up than for a convolution.
+    """
+    weight = conv.weight.view(conv.groups, -1, conv.weight.shape[1])
+    groups = x.reshape(x.shape[0], conv.groups, -1).transpose(0, 1)
+    out = torch.baddbmm(conv.bias.view(conv.groups, 1, -1), groups, weight.transpose(1, 2))
+    return out.transpose(0, 1).reshape(x.shape[0], -1)

@@ -8,6 +8,7 @@ from .inline import (
     fold,
     gather_statistics,
     inline_attention_tokens,
+    token_mean,
 )
 from .naive import (
     dynamic_depthwise_conv_naive,
@@ -35,4 +36,5 @@ __all__ = [
     'linear_attention_weights',
     'softmax_attention',
     'softmax_attention_weights',
+    'token_mean',
 ]

@@ -32,13 +32,14 @@ __all__ = [
     'fold',
     'gather_statistics',
     'inline_attention_tokens',
+    'token_mean',
 ]
 
 #: Numbers in one chunk of tokens on a CPU: its centred fp32 copy stays in the cache.
 CHUNK_NUMEL = 2**19
 
 #: With fewer tokens than this times the channels, the plain form has fewer operations.
-SMALL = 1
+SMALL = 2
 
 
 class TokenStatistics(NamedTuple):
@@ -72,35 +73,64 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def gather_statistics(x: Tensor) -> TokenStatistics:
+def token_mean(x: Tensor) -> Tensor:
+    """Mean of tokens x (B, N, C), (B, C) in the statistics' dtype; differentiable."""
+    wide = wide_dtype(x.dtype)
+    if is_graph_mode() or x.device.type != 'cpu' or x.dtype != wide:
+        return x.mean(dim=1, dtype=wide)
+    return _TokenMean.apply(x)
+
+
+class _TokenMean(torch.autograd.Function):
+    """The mean as a product with ones: a CPU multiplies matrices faster than it sums columns."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.shape = x.shape
+        return _mean(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return (grad / ctx.shape[1]).unsqueeze(1).expand(ctx.shape)
+
+
+def _mean(x: Tensor) -> Tensor:
+    weight = x.new_full((1, 1, x.shape[1]), 1 / x.shape[1])
+    return torch.bmm(weight.expand(x.shape[0], -1, -1), x).squeeze(1)
+
+
+def token_sum(x: Tensor) -> Tensor:
+    """Sum of tokens x (..., N, C) in the statistics' dtype."""
+    wide = wide_dtype(x.dtype)
+    if x.device.type != 'cpu' or x.dtype != wide:
+        return x.sum(dim=-2, dtype=wide)
+    return (x.new_ones(1, x.shape[-2]) @ x).squeeze(-2)
+
+
+def gather_statistics(x: Tensor, mean: Tensor | None = None) -> TokenStatistics:
     """Statistics of tokens x (B, N, C); the first half of the operator.
 
     Tokens are centred before they are multiplied, so that a mean far above the deviation costs no
     digits, and sums are kept in fp32 (fp64 for fp64 tokens).
+
+    Args:
+        x: (B, N, C).
+        mean: ``token_mean(x)``, where it is at hand.
     """
     wide = wide_dtype(x.dtype)
     batch, num_tokens, channels = x.shape
     chunk = max(CHUNK_NUMEL // channels, 1)
+    mean = token_mean(x) if mean is None else mean
     if is_graph_mode() or x.device.type != 'cpu' or batch * num_tokens <= chunk:
-        mean = x.mean(dim=1, dtype=wide)
         centred = x.to(wide) - mean.unsqueeze(1)
         return TokenStatistics(num_tokens, mean, centred.transpose(1, 2) @ centred)
-    # One pass over memory: each chunk is centred on its own mean while it is in the cache.
-    sizes = [len(part) for part in x[0].split(chunk)]
-    means = x.new_empty((batch, len(sizes), channels), dtype=wide)
+    # In chunks, so that centred tokens are multiplied while they are in the cache.
     scatter = x.new_zeros((batch, channels, channels), dtype=wide)
-    scratch = x.new_empty((max(sizes), channels), dtype=wide)
+    scratch = x.new_empty((min(chunk, num_tokens), channels), dtype=wide)
     for b in range(batch):
-        for part, mean in zip(x[b].split(chunk), means[b], strict=True):
-            torch.mean(part, dim=0, dtype=wide, out=mean)
-            centred = torch.sub(part, mean, out=scratch[: len(part)])
+        for part in x[b].split(chunk):
+            centred = torch.sub(part, mean[b], out=scratch[: len(part)])
             scatter[b].addmm_(centred.t(), centred)
-    # The means of chunks spread around the mean of all: the between-chunk part of the scatter.
-    counts = means.new_tensor(sizes).unsqueeze(1)
-    mean = (means * (counts / num_tokens)).sum(dim=1)
-    if len(sizes) > 1:
-        spread = means - mean.unsqueeze(1)
-        scatter.baddbmm_((spread * counts).transpose(1, 2), spread)
     return TokenStatistics(num_tokens, mean, scatter)
 
 
@@ -209,6 +239,7 @@ def inline_attention_tokens(
     kernel: Tensor | None = None,
     kernel_bias: Tensor | None = None,
     hw: tuple[int, int] | None = None,
+    mean: Tensor | None = None,
 ) -> Tensor:
     """InLine attention of tokens up to, not including, the output projection.
 
@@ -224,6 +255,7 @@ def inline_attention_tokens(
         kernel: (B, C, 3, 3), the local part's kernels, or None for none.
         kernel_bias: (C,), added after the local part, or None.
         hw: ``(H, W)`` of the map that the last H * W tokens form; required with a kernel.
+        mean: ``token_mean(x)`` where it is at hand; its gradient is part of that of ``x``.
 
     Returns:
         Tensor: (B, N, C); the autocast dtype where autocast is on, else the dtype of ``x``.
@@ -235,8 +267,11 @@ def inline_attention_tokens(
         if is_less(x.shape[1], SMALL * x.shape[2]):
             return _plain(x, qkv_weight, qkv_bias, num_heads, kernel, kernel_bias, hw)
         if is_graph_mode():
-            return _folded(x, qkv_weight, qkv_bias, num_heads, kernel, kernel_bias, hw)[0]
-        return _InLineAttention.apply(x, qkv_weight, qkv_bias, num_heads, kernel, kernel_bias, hw)
+            return _folded(x, qkv_weight, qkv_bias, num_heads, kernel, kernel_bias, hw, None)[0]
+        mean = None if mean is None else mean.detach().to(wide_dtype(x.dtype))
+        return _InLineAttention.apply(
+            x, qkv_weight, qkv_bias, num_heads, kernel, kernel_bias, hw, mean
+        )
 
 
 def _plain(x, qkv_weight, qkv_bias, num_heads, kernel, kernel_bias, hw):
@@ -254,9 +289,9 @@ def _plain(x, qkv_weight, qkv_bias, num_heads, kernel, kernel_bias, hw):
     return out + (F.pad(local, (0, 0, prefix, 0)) if prefix else local)
 
 
-def _folded(x, qkv_weight, qkv_bias, num_heads, kernel, kernel_bias, hw):
+def _folded(x, qkv_weight, qkv_bias, num_heads, kernel, kernel_bias, hw, mean):
     """Both halves; the output and the statistics."""
-    statistics = gather_statistics(x)
+    statistics = gather_statistics(x, mean)
     m, bias = fold(statistics, qkv_weight, qkv_bias, num_heads)
     v = None if kernel is None else _values(x, qkv_weight, qkv_bias, hw)
     return apply_folded(x, statistics.mean, m, bias, v, kernel, kernel_bias, hw), statistics
@@ -274,9 +309,9 @@ class _InLineAttention(torch.autograd.Function):
     """The folded form with a backward pass of six token-sized products, saving nothing but x."""
 
     @staticmethod
-    def forward(ctx, x, qkv_weight, qkv_bias, num_heads, kernel, kernel_bias, hw):
+    def forward(ctx, x, qkv_weight, qkv_bias, num_heads, kernel, kernel_bias, hw, mean):
         x = x.contiguous()
-        out, statistics = _folded(x, qkv_weight, qkv_bias, num_heads, kernel, kernel_bias, hw)
+        out, statistics = _folded(x, qkv_weight, qkv_bias, num_heads, kernel, kernel_bias, hw, mean)
         ctx.save_for_backward(x, qkv_weight, qkv_bias, kernel, kernel_bias, *statistics[1:])
         ctx.num_heads, ctx.hw = num_heads, hw
         return out
@@ -288,7 +323,7 @@ class _InLineAttention(torch.autograd.Function):
         num_tokens, channels = x.shape[1:]
         dtype, wide = x.dtype, scatter.dtype
         grad = grad.contiguous()
-        grad_sum = grad.sum(dim=1, dtype=wide)
+        grad_sum = token_sum(grad)
 
         # The folding is C x C work: autograd differentiates it.
         with torch.enable_grad():
@@ -331,8 +366,8 @@ class _InLineAttention(torch.autograd.Function):
                 tokens = x[:, prefix:].flatten(0, 1)
                 grad_weight[2 * channels :] += token_product(grad_v.flatten(0, 1), tokens)
             if grad_bias is not None:
-                grad_bias[2 * channels :] += grad_v.sum(dim=(0, 1), dtype=wide)
+                grad_bias[2 * channels :] += token_sum(grad_v.flatten(0, 1))
             if kernel_bias is not None and ctx.needs_input_grad[5]:
-                patch_sum = grad_sum - grad[:, :prefix].sum(dim=1, dtype=wide)
+                patch_sum = grad_sum - token_sum(grad[:, :prefix])
                 grad_kernel_bias = patch_sum.sum(0).to(kernel_bias.dtype)
-        return grad_x, grad_weight, grad_bias, None, grad_kernel, grad_kernel_bias, None
+        return grad_x, grad_weight, grad_bias, None, grad_kernel, grad_kernel_bias, None, None
