@@ -24,7 +24,7 @@ def main() -> None:
         '--objects',
         type=int,
         nargs=2,
-        default=[2, 5],
+        default=[1, 4],
         metavar=('LOW', 'HIGH'),
         help='objects on an image',
     )
@@ -40,15 +40,21 @@ def main() -> None:
         '--clutter',
         type=int,
         nargs=2,
-        default=[1, 4],
+        default=[1, 3],
         metavar=('LOW', 'HIGH'),
         help='bars of no class on an image',
     )
     parser.add_argument(
         '--min-visible',
         type=float,
-        default=0.5,
+        default=0.6,
         help="fraction of each object's area that stays visible",
+    )
+    parser.add_argument(
+        '--class-colours',
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="let an object's colour suggest its class",
     )
     parser.add_argument('--seed', type=int, default=0, help='same arguments, same data set')
     parser.add_argument(

@@ -32,12 +32,12 @@ import numpy as np
 from rich.progress import track
 
 CLASSES = ('circle', 'square', 'triangle')
-#: RGB colours to draw ``('ground', *CLASSES)`` with.
+#: RGB colours of ``('ground', *CLASSES)``, to draw labels with.
 PALETTE = ((96, 96, 96), (220, 60, 60), (70, 140, 240), (240, 190, 40))
 
 _MARKER = 'shapes.json'
 # Raised whenever the pixels or annotations made from the same arguments change.
-_VERSION = 1
+_VERSION = 2
 _SPLITS = ('train', 'val')
 # Vertices are integers in units of 1/16 pixel: rasterising is exact, the same on every machine.
 _SUBPIXEL = 16
@@ -77,6 +77,7 @@ def _arguments(
     scale: Sequence[float],
     clutter: Sequence[int],
     min_visible: float,
+    class_colours: bool,
     seed: int,
 ) -> dict:
     """Check the arguments of :func:`make_shapes`; return them as they stand in the marker."""
@@ -89,6 +90,8 @@ def _arguments(
     size = [_check_int('image_size', side, 16) for side in image_size]
     if not isinstance(min_visible, Real) or not 0 < min_visible <= 1:
         raise ValueError(f'min_visible must be within (0, 1], but got {min_visible!r}')
+    if not isinstance(class_colours, bool):
+        raise ValueError(f'class_colours must be True or False, but got {class_colours!r}')
     scale = _check_range('scale', scale, Real, 0, 1)
     if scale[0] * min(size) < 4:
         raise ValueError(
@@ -105,6 +108,7 @@ def _arguments(
         scale=scale,
         clutter=_check_range('clutter', clutter, int, 0),
         min_visible=float(min_visible),
+        class_colours=class_colours,
         seed=_check_int('seed', seed, 0),
     )
 
@@ -116,7 +120,7 @@ def _uniform(rng: np.random.Generator, low: float, high: float) -> float:
 def _ground(rng: np.random.Generator, height: int, width: int) -> np.ndarray:
     """Two octaves of smooth noise around one colour, (H, W, 3), float32."""
     image = np.empty((height, width, 3), np.float32)
-    image[:] = 60 + 120 * rng.random(3)
+    image[:] = 90 + 60 * rng.random(3)
     for cells, strength in ((4, 50), (24, 24)):
         knots = (rng.random((cells + 1, cells + 1, 3)) - 0.5).astype(np.float32) * strength
         # Bilinear interpolation by separable steps, elementwise and hence the same everywhere.
@@ -130,6 +134,18 @@ def _ground(rng: np.random.Generator, height: int, width: int) -> np.ndarray:
             )
         image += knots
     return image
+
+
+def _colour(rng: np.random.Generator, kind: str, ground: np.ndarray, by_class: bool) -> np.ndarray:
+    """A colour that stands out from the ground; clutter wears the colours of all classes."""
+    index = CLASSES.index(kind) if kind in CLASSES else int(rng.integers(len(CLASSES)))
+    for _ in range(_TRIES):
+        colour = 255 * rng.random(3)
+        if by_class:
+            colour = (np.array(PALETTE[index + 1]) + 0.4 * (colour - 127.5)).clip(0, 255)
+        if np.abs(colour - ground).max() >= 70:
+            break
+    return colour
 
 
 def _polygon(rng: np.random.Generator, kind: str, diameter: float) -> np.ndarray:
@@ -198,9 +214,7 @@ def _draw(rng: np.random.Generator, args: dict) -> tuple[np.ndarray, np.ndarray,
                 break
         else:
             continue  # no room left
-        colour = ground
-        while np.abs(colour - ground).max() < 70:
-            colour = 255 * rng.random(3)
+        colour = _colour(rng, kind, ground, args['class_colours'])
         for i, loss in losses.items():
             visible[i] -= loss
         if kind == 'bar':
@@ -314,10 +328,11 @@ def make_shapes(
     num_train: int = 256,
     num_val: int = 64,
     image_size: int | Sequence[int] = 128,
-    objects: Sequence[int] = (2, 5),
+    objects: Sequence[int] = (1, 4),
     scale: Sequence[float] = (0.2, 0.5),
-    clutter: Sequence[int] = (1, 4),
-    min_visible: float = 0.5,
+    clutter: Sequence[int] = (1, 3),
+    min_visible: float = 0.6,
+    class_colours: bool = True,
     seed: int = 0,
     overwrite: bool = False,
     progress: bool = False,
@@ -338,6 +353,8 @@ def make_shapes(
             image's shorter side. At least 4 pixels.
         clutter: Fewest and most thin bars on an image, of no class; they cover objects too.
         min_visible: Fraction of each object's area that stays visible, in (0, 1].
+        class_colours: Whether an object's colour suggests its class; clutter has the same
+            colours. Otherwise only its form tells, which takes longer to learn.
         seed: The same arguments give the same pixels and annotations.
         overwrite: Replace a data set of other arguments, instead of raising.
         progress: Show a progress bar on the terminal.
@@ -351,7 +368,9 @@ def make_shapes(
             ``overwrite`` is off, or holds anything else.
     """
     root = Path(root)
-    args = _arguments(num_train, num_val, image_size, objects, scale, clutter, min_visible, seed)
+    args = _arguments(
+        num_train, num_val, image_size, objects, scale, clutter, min_visible, class_colours, seed
+    )
     present = _read_marker(root)
     if present == args:
         return root
