@@ -21,8 +21,11 @@ def is_graph_mode() -> bool:
 def is_less(a: int, b: int) -> bool:
     """``a < b``, and False where a graph of dynamic size leaves it open.
 
-    Before PyTorch 2.8, which cannot tell, the answer holds for the size at hand and fixes it.
+    A traced graph leaves everything open. ``torch.compile`` before PyTorch 2.8 cannot tell: the
+    answer holds for the size at hand and fixes it.
     """
+    if torch.jit.is_tracing():
+        return False
     if torch.compiler.is_compiling() and _CAN_ASK:
         return statically_known_true(a < b)
     return a < b
