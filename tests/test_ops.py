@@ -5,6 +5,7 @@ import torch
 
 from inline_mm import ops
 from inline_mm.ops import inline as inline_module
+from inline_mm.ops import tiles as tiles_module
 
 # (B, C, heads, H, W, prefix tokens)
 SHAPES = [
@@ -37,12 +38,16 @@ def relative_error(value, reference):
     return ((value.double() - reference).abs().max() / reference.abs().max()).item()
 
 
-@pytest.fixture(params=['whole', 'chunks', 'plain'])
+@pytest.fixture(params=['whole', 'tiles', 'at-once', 'plain'])
 def form(request, monkeypatch):
-    """The folded form with statistics of all tokens at once or in chunks, and the plain form."""
+    """The folded form on a CPU in one or several tiles, as on other devices, and the plain form."""
     monkeypatch.setattr(inline_module, 'SMALL', 1000 if request.param == 'plain' else 0)
-    if request.param == 'chunks':
+    if request.param == 'tiles':
         monkeypatch.setattr(inline_module, 'CHUNK_NUMEL', 40)
+        monkeypatch.setattr(tiles_module, 'TILE_NUMEL', 1)
+        monkeypatch.setattr(tiles_module, 'MIN_ROWS', 2)
+    if request.param == 'at-once':
+        monkeypatch.setattr(inline_module, 'runs_in_tiles', lambda x: False)
     return request.param
 
 

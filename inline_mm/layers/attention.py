@@ -170,16 +170,25 @@ class InLineAttention(QKVAttention):
             kernel_bias = None if self.lepe is None else self.lepe.bias
         if self.feature_map == 'identity':
             out = inline_attention_tokens(
-                x, self.qkv.weight, self.qkv.bias, self.num_heads, kernel, kernel_bias, hw, mean
+                x,
+                self.qkv.weight,
+                self.qkv.bias,
+                self.num_heads,
+                kernel,
+                kernel_bias,
+                hw,
+                mean,
+                self.proj.weight,
+                self.proj.bias,
             )
-        else:
-            phi = FEATURE_MAPS[self.feature_map]
-            q, k, v = self.split_heads(x)
-            out = inline_attention(phi(q), phi(k), v, self.scale)
-            out = out.transpose(1, 2).flatten(2)
-            if kernel is not None:
-                v = v.transpose(1, 2).flatten(2)
-                out = add_local(out, v, kernel, kernel_bias, hw)
+            return self.proj_drop(out)
+        phi = FEATURE_MAPS[self.feature_map]
+        q, k, v = self.split_heads(x)
+        out = inline_attention(phi(q), phi(k), v, self.scale)
+        out = out.transpose(1, 2).flatten(2)
+        if kernel is not None:
+            v = v.transpose(1, 2).flatten(2)
+            out = add_local(out, v, kernel, kernel_bias, hw)
         return self.project(out)
 
 

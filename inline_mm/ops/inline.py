@@ -25,6 +25,7 @@ from torch.autograd.function import once_differentiable
 from .attention import inline_attention
 from .dynamic_conv import conv_forward, conv_kernel_grad, dynamic_depthwise_conv, shifted_products
 from .mode import has_autocast, is_graph_mode, is_less, without_autocast
+from .tiles import apply_in_tiles, backward_in_tiles
 
 __all__ = [
     'TokenStatistics',
@@ -205,30 +206,24 @@ def apply_folded(
     Returns:
         Tensor: (B, N, C) in the dtype of ``x``.
     """
-    dtype = x.dtype
-    m_rounded = m.to(dtype)
-    if dtype != m.dtype:
-        # Rounding the matrix must not be multiplied by the mean of the tokens.
-        error = m - m_rounded.to(m.dtype)
-        bias = bias + (x_mean.unsqueeze(1) @ error).squeeze(1)
+    m, bias = _rounded(m, bias, x_mean, x.dtype)
     if kernel is None:
-        return torch.baddbmm(bias.to(dtype).unsqueeze(1), x, m_rounded)
+        return torch.baddbmm(bias.unsqueeze(1), x, m)
     prefix = x.shape[1] - hw[0] * hw[1]
-    kernel = kernel.to(dtype)
-    local_bias = bias if kernel_bias is None else bias + kernel_bias.to(bias.dtype)
+    kernel = kernel.to(x.dtype)
+    local_bias = bias if kernel_bias is None else bias + kernel_bias.to(x.dtype)
     if is_graph_mode():
-        out = x @ m_rounded
-        local = shifted_products(v, kernel, hw, local_bias.to(dtype))
+        out = x @ m
+        local = shifted_products(v, kernel, hw, local_bias)
         if not prefix:
             return out + local
-        head = out[:, :prefix] + bias.to(dtype).unsqueeze(1)
+        head = out[:, :prefix] + bias.unsqueeze(1)
         return torch.cat([head, out[:, prefix:] + local], dim=1)
-    local = conv_forward(v, kernel, hw, local_bias.to(dtype))
+    local = conv_forward(v, kernel, hw, local_bias)
     if prefix:
-        head = bias.to(dtype).unsqueeze(1).expand(-1, prefix, -1)
-        local = torch.cat([head, local], dim=1)
+        local = torch.cat([bias.unsqueeze(1).expand(-1, prefix, -1), local], dim=1)
     # The convolution's result is ours alone: accumulate into it, one pass less.
-    return local.baddbmm_(x, m_rounded)
+    return local.baddbmm_(x, m)
 
 
 def inline_attention_tokens(
@@ -240,8 +235,10 @@ def inline_attention_tokens(
     kernel_bias: Tensor | None = None,
     hw: tuple[int, int] | None = None,
     mean: Tensor | None = None,
+    proj_weight: Tensor | None = None,
+    proj_bias: Tensor | None = None,
 ) -> Tensor:
-    """InLine attention of tokens up to, not including, the output projection.
+    """InLine attention of tokens, with the output projection if its weight is given.
 
     Linear in N in time and memory. Tokens may be fp64, fp32, bf16 or fp16; statistics and the
     folding run in fp32 (fp64 for fp64). Autocast applies as it does to a linear layer. In eager
@@ -256,6 +253,8 @@ def inline_attention_tokens(
         kernel_bias: (C,), added after the local part, or None.
         hw: ``(H, W)`` of the map that the last H * W tokens form; required with a kernel.
         mean: ``token_mean(x)`` where it is at hand; its gradient is part of that of ``x``.
+        proj_weight, proj_bias: (C, C) and (C,) of the output projection, as in
+            ``torch.nn.Linear``; None leaves it to the caller.
 
     Returns:
         Tensor: (B, N, C); the autocast dtype where autocast is on, else the dtype of ``x``.
@@ -263,15 +262,21 @@ def inline_attention_tokens(
     device = x.device.type
     if has_autocast(device) and torch.is_autocast_enabled(device):
         x = x.to(torch.get_autocast_dtype(device))
+    args = (x, qkv_weight, qkv_bias, num_heads, kernel, kernel_bias, hw)
     with without_autocast(device):
         if is_less(x.shape[1], SMALL * x.shape[2]):
-            return _plain(x, qkv_weight, qkv_bias, num_heads, kernel, kernel_bias, hw)
-        if is_graph_mode():
-            return _folded(x, qkv_weight, qkv_bias, num_heads, kernel, kernel_bias, hw, None)[0]
-        mean = None if mean is None else mean.detach().to(wide_dtype(x.dtype))
-        return _InLineAttention.apply(
-            x, qkv_weight, qkv_bias, num_heads, kernel, kernel_bias, hw, mean
-        )
+            out = _plain(*args)
+        elif is_graph_mode():
+            out = _folded(*args)[0]
+        else:
+            mean = None if mean is None else mean.detach().to(wide_dtype(x.dtype))
+            inputs = (x, qkv_weight, qkv_bias, kernel, kernel_bias)
+            if not torch.is_grad_enabled() or not any(
+                t is not None and t.requires_grad for t in inputs
+            ):
+                return _folded(*args, mean, proj_weight, proj_bias)[0]
+            out = _InLineAttention.apply(*args, mean)
+    return out if proj_weight is None else F.linear(out, proj_weight, proj_bias)
 
 
 def _plain(x, qkv_weight, qkv_bias, num_heads, kernel, kernel_bias, hw):
@@ -289,20 +294,64 @@ def _plain(x, qkv_weight, qkv_bias, num_heads, kernel, kernel_bias, hw):
     return out + (F.pad(local, (0, 0, prefix, 0)) if prefix else local)
 
 
-def _folded(x, qkv_weight, qkv_bias, num_heads, kernel, kernel_bias, hw, mean):
-    """Both halves; the output and the statistics."""
+def _folded(
+    x,
+    qkv_weight,
+    qkv_bias,
+    num_heads,
+    kernel,
+    kernel_bias,
+    hw,
+    mean=None,
+    proj_weight=None,
+    proj_bias=None,
+):
+    """Both halves; the output, projected if there is a weight, and the statistics."""
+    x = x.contiguous()
     statistics = gather_statistics(x, mean)
     m, bias = fold(statistics, qkv_weight, qkv_bias, num_heads)
+    if kernel is not None and runs_in_tiles(x):
+        m, bias = _rounded(m, bias, statistics.mean, x.dtype)
+        tensors = (*_value_projection(qkv_weight, qkv_bias), kernel, kernel_bias)
+        proj = (proj_weight, proj_bias)
+        tensors, proj = (
+            [None if t is None else t.to(x.dtype) for t in ts] for ts in (tensors, proj)
+        )
+        return apply_in_tiles(x, m, bias, *tensors, hw, *proj), statistics
     v = None if kernel is None else _values(x, qkv_weight, qkv_bias, hw)
-    return apply_folded(x, statistics.mean, m, bias, v, kernel, kernel_bias, hw), statistics
+    out = apply_folded(x, statistics.mean, m, bias, v, kernel, kernel_bias, hw)
+    if proj_weight is not None:
+        out = F.linear(
+            out, proj_weight.to(x.dtype), None if proj_bias is None else proj_bias.to(x.dtype)
+        )
+    return out, statistics
+
+
+def runs_in_tiles(x: Tensor) -> bool:
+    """Whether the second half goes through the map in tiles, or through the batch at once."""
+    return x.device.type == 'cpu' and not is_graph_mode()
+
+
+def _rounded(m: Tensor, bias: Tensor, mean: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Matrix and bias in the dtype of the tokens."""
+    m_rounded = m.to(dtype)
+    if dtype != m.dtype:
+        # Rounding the matrix must not be multiplied by the mean of the tokens.
+        error = m - m_rounded.to(m.dtype)
+        bias = bias + (mean.unsqueeze(1) @ error).squeeze(1)
+    return m_rounded, bias.to(dtype)
+
+
+def _value_projection(qkv_weight: Tensor, qkv_bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    channels = qkv_weight.shape[1]
+    return qkv_weight[2 * channels :], None if qkv_bias is None else qkv_bias[2 * channels :]
 
 
 def _values(x: Tensor, qkv_weight: Tensor, qkv_bias: Tensor | None, hw: tuple[int, int]) -> Tensor:
     """v of the tokens that form the map."""
-    channels = x.shape[-1]
-    bias = None if qkv_bias is None else qkv_bias[2 * channels :].to(x.dtype)
+    weight, bias = _value_projection(qkv_weight, qkv_bias)
     tokens = x[:, x.shape[1] - hw[0] * hw[1] :]
-    return F.linear(tokens, qkv_weight[2 * channels :].to(x.dtype), bias)
+    return F.linear(tokens, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
 
 class _InLineAttention(torch.autograd.Function):
@@ -341,33 +390,42 @@ class _InLineAttention(torch.autograd.Function):
         grad_weight = grad_params[0]
         grad_bias = grad_params[1] if qkv_bias is not None else None
 
-        grad_x = None
-        if ctx.needs_input_grad[0]:
-            # Gradients of the scatter are of the order of 1 / N: times N they suit fp16.
-            q = (grad_scatter + grad_scatter.transpose(1, 2)).mul_(num_tokens).to(dtype)
-            row = (grad_mean - (mean.unsqueeze(1) @ q.to(wide)).squeeze(1)) / num_tokens
-            m = m.detach().to(dtype).transpose(1, 2)
-            grad_x = torch.baddbmm(row.to(dtype).unsqueeze(1), grad, m)
-            grad_x.baddbmm_(x, q, alpha=1 / num_tokens)
-
+        # Gradients of the scatter are of the order of 1 / N: times N they suit fp16.
+        q = (grad_scatter + grad_scatter.transpose(1, 2)).mul_(num_tokens).to(dtype)
+        row = (grad_mean - (mean.unsqueeze(1) @ q.to(wide)).squeeze(1)) / num_tokens
+        row, m = row.to(dtype), m.detach().to(dtype)
         grad_kernel = grad_kernel_bias = None
-        if kernel is not None:
-            prefix = num_tokens - ctx.hw[0] * ctx.hw[1]
-            patch_grad = grad[:, prefix:]
-            if ctx.needs_input_grad[4]:
-                v = _values(x, qkv_weight, qkv_bias, ctx.hw)
-                grad_kernel = conv_kernel_grad(patch_grad, v, kernel, ctx.hw)
-                del v
-            grad_v = conv_forward(patch_grad, kernel.to(dtype).flip(2, 3), ctx.hw, None)
-            if grad_x is not None:
-                w_v = qkv_weight[2 * channels :].to(dtype).expand(len(x), -1, -1)
-                grad_x[:, prefix:].baddbmm_(grad_v, w_v)
-            if ctx.needs_input_grad[1]:
-                tokens = x[:, prefix:].flatten(0, 1)
-                grad_weight[2 * channels :] += token_product(grad_v.flatten(0, 1), tokens)
-            if grad_bias is not None:
-                grad_bias[2 * channels :] += token_sum(grad_v.flatten(0, 1))
-            if kernel_bias is not None and ctx.needs_input_grad[5]:
-                patch_sum = grad_sum - token_sum(grad[:, :prefix])
-                grad_kernel_bias = patch_sum.sum(0).to(kernel_bias.dtype)
+        if kernel is None:
+            grad_x = torch.baddbmm(row.unsqueeze(1), grad, m.transpose(1, 2))
+            grad_x.baddbmm_(x, q, alpha=1 / num_tokens)
+            return grad_x, grad_weight, grad_bias, *[None] * 5
+
+        prefix = num_tokens - ctx.hw[0] * ctx.hw[1]
+        if kernel_bias is not None:
+            patch_sum = grad_sum - token_sum(grad[:, :prefix])
+            grad_kernel_bias = patch_sum.sum(0).to(kernel_bias.dtype)
+        w_v, b_v = (
+            None if t is None else t.to(dtype) for t in _value_projection(qkv_weight, qkv_bias)
+        )
+        backward = backward_in_tiles if runs_in_tiles(x) else _backward_at_once
+        grad_x, grad_w_v, grad_b_v, grad_kernel = backward(
+            grad, x, m, q, row, w_v, b_v, kernel.to(dtype), ctx.hw, wide
+        )
+        grad_weight[2 * channels :] += grad_w_v
+        if grad_bias is not None:
+            grad_bias[2 * channels :] += grad_b_v
+        grad_kernel = grad_kernel.to(kernel.dtype)
         return grad_x, grad_weight, grad_bias, None, grad_kernel, grad_kernel_bias, None, None
+
+
+def _backward_at_once(grad, x, m, q, row, w_v, b_v, kernel, hw, wide):
+    """:func:`backward_in_tiles` for the whole batch, where a device would rather have that."""
+    prefix = x.shape[1] - hw[0] * hw[1]
+    patch_grad, patches = grad[:, prefix:], x[:, prefix:]
+    grad_kernel = conv_kernel_grad(patch_grad, F.linear(patches, w_v, b_v), kernel, hw)
+    grad_x = torch.baddbmm(row.unsqueeze(1), grad, m.transpose(1, 2))
+    grad_x.baddbmm_(x, q, alpha=1 / x.shape[1])
+    grad_v = conv_forward(patch_grad, kernel.flip(2, 3), hw, None)
+    grad_x[:, prefix:].baddbmm_(grad_v, w_v.expand(len(x), -1, -1))
+    grad_v, patches = grad_v.flatten(0, 1), patches.flatten(0, 1)
+    return grad_x, token_product(grad_v, patches), token_sum(grad_v), grad_kernel
