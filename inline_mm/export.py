@@ -8,14 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from mmengine.utils import digit_version
 from torch import Tensor, nn
 
 __all__ = ['DenseOutputs', 'export_onnx', 'export_program', 'largest_difference', 'run_onnx']
-
-_TORCH = digit_version(torch.__version__)
-#: Whether ``torch.onnx`` builds on ``torch.export`` well enough; before, it traces.
-DYNAMO = digit_version('2.9') <= _TORCH
 
 
 class DenseOutputs(nn.Module):
@@ -83,7 +78,7 @@ def export_onnx(
     path: str | Path,
     size: tuple[int, int],
     opset: int = 18,
-    dynamo: bool = DYNAMO,
+    dynamo: bool = False,
 ) -> None:
     """Export a model to ONNX.
 
@@ -92,7 +87,8 @@ def export_onnx(
         path: Of the file to write.
         size: See :func:`export_program`.
         opset: Version of ONNX's operators.
-        dynamo: Whether to build on ``torch.export`` instead of tracing.
+        dynamo: Whether to build on ``torch.export`` instead of tracing, which is much slower for
+            graphs of open size.
     """
     dense = DenseOutputs(model)
     names = dense.output_names()
