@@ -26,7 +26,7 @@ REQUIRED = ('torch', 'timm', 'mmengine', 'mmcv')
 
 #: Import package -> oldest version that can work, and why.
 OLDEST = {
-    'torch': ('2.0', 'it brought scaled_dot_product_attention'),
+    'torch': ('2.5', 'it brought safe_globals, by which checkpoints are read safely'),
     'timm': ('1.0', 'the layers used here are those of timm 1.0'),
     'mmengine': ('0.8.0', 'older ones do not find classes by their import path'),
     'mmcv': ('2.0.0', 'mmcv 1.x does not build on mmengine'),
