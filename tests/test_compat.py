@@ -93,7 +93,7 @@ def test_combinations_that_cannot_work_are_named(found, complaint):
     [
         {'torch': '2.5.1+cpu', 'mmcv': '2.1.0', 'mmengine': '0.10.7', 'mmdet': '3.3.0'},
         {'torch': '2.10.0', 'onedl-mmcv': '2.3.6', 'onedl-mmsegmentation': '1.4.2'},
-        {'torch': '2.4.0a0+git1', 'mmcv-lite': '2.1.0', 'mmsegmentation': '1.2.2'},
+        {'torch': '2.6.0a0+git1', 'mmcv-lite': '2.1.0', 'mmsegmentation': '1.2.2'},
         {},
     ],
 )
