@@ -29,6 +29,7 @@ def shapes(tmp_path_factory):
         image_size=(96, 128),
         objects=(6, 9),
         clutter=(4, 8),
+        clutter_on_top=True,
     )
 
 
@@ -54,7 +55,7 @@ def test_pixels_do_not_depend_on_the_machine(tmp_path):
     root = make_shapes(tmp_path / 'shapes', **SMALL)
     image = cv2.imread(str(root / 'images/train/000000.png'))
     label = cv2.imread(str(root / 'labels/train/000000.png'), cv2.IMREAD_UNCHANGED)
-    assert (image.astype(np.int64).sum(), label.astype(np.int64).sum()) == (1372129, 4548)
+    assert (image.astype(np.int64).sum(), label.astype(np.int64).sum()) == (1397606, 5248)
 
 
 def test_splits_differ(shapes):
@@ -97,6 +98,7 @@ def test_objects_keep_their_visible_fraction(tmp_path):
         objects=(6, 6),
         scale=(0.4, 0.4),
         clutter=(6, 6),
+        clutter_on_top=True,
         min_visible=0.6,
     )
     coco = COCO(str(root / 'annotations/instances_train.json'))
@@ -176,6 +178,7 @@ def test_seg_dataset_reads_it_with_reduced_labels(shapes):
         ('scale', (0.01, 0.5)),
         ('clutter', (-1, 3)),
         ('min_visible', 0),
+        ('clutter_on_top', 1),
         ('class_colours', 'no'),
         ('seed', -1),
     ],

@@ -89,7 +89,7 @@ def draw_detection(predictions: Path, root: Path, count: int) -> list[np.ndarray
     from pycocotools.coco import COCO
 
     visualizer = DetLocalVisualizer(name='detection')
-    visualizer.dataset_meta = dict(classes=CLASSES, palette=PALETTE[1:])
+    visualizer.dataset_meta = dict(classes=CLASSES, palette=list(PALETTE[1:]))
     coco = COCO(str(root / 'data/annotations/instances_val.json'))
     pictures = []
     with open(predictions, 'rb') as file:
@@ -128,7 +128,7 @@ def draw_segmentation(predictions: Path, root: Path, count: int) -> list[np.ndar
     from mmseg.visualization import SegLocalVisualizer
 
     visualizer = SegLocalVisualizer(name='segmentation', alpha=0.6)
-    visualizer.dataset_meta = dict(classes=('ground', *CLASSES), palette=PALETTE)
+    visualizer.dataset_meta = dict(classes=('ground', *CLASSES), palette=list(PALETTE))
     pictures = []
     for image in sorted((root / 'data/images/val').iterdir())[:count]:
         # Both as ADE20K stores them: class + 1.

@@ -24,7 +24,7 @@ def main() -> None:
         '--objects',
         type=int,
         nargs=2,
-        default=[1, 4],
+        default=[1, 3],
         metavar=('LOW', 'HIGH'),
         help='objects on an image',
     )
@@ -32,7 +32,7 @@ def main() -> None:
         '--scale',
         type=float,
         nargs=2,
-        default=[0.2, 0.5],
+        default=[0.25, 0.55],
         metavar=('LOW', 'HIGH'),
         help="diameter of objects, as a fraction of the image's shorter side",
     )
@@ -49,6 +49,12 @@ def main() -> None:
         type=float,
         default=0.6,
         help="fraction of each object's area that stays visible",
+    )
+    parser.add_argument(
+        '--clutter-on-top',
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help='let clutter cover objects',
     )
     parser.add_argument(
         '--class-colours',

@@ -6,6 +6,8 @@ _base_ = [
 ]
 custom_imports = dict(imports=['inline_mm'], allow_failed_imports=False)
 
+# Normalised features and one box and mask for all classes: much is to be learned in few steps.
+norm_cfg = dict(type='GN', num_groups=8, requires_grad=True)
 model = dict(
     backbone=dict(
         _delete_=True,
@@ -14,16 +16,23 @@ model = dict(
         img_size=128,
         drop_path_rate=0.0,
     ),
-    neck=dict(in_channels=[32, 64, 160, 256], out_channels=64),
+    neck=dict(in_channels=[32, 64, 160, 256], out_channels=64, norm_cfg=norm_cfg),
     rpn_head=dict(in_channels=64, feat_channels=64, anchor_generator=dict(scales=[4])),
     roi_head=dict(
-        bbox_roi_extractor=dict(out_channels=64),
-        bbox_head=dict(in_channels=64, fc_out_channels=256, num_classes=3),
-        mask_roi_extractor=dict(out_channels=64),
-        mask_head=dict(num_convs=2, in_channels=64, conv_out_channels=64, num_classes=3),
+        bbox_roi_extractor=dict(out_channels=64, roi_layer=dict(sampling_ratio=1)),
+        bbox_head=dict(in_channels=64, fc_out_channels=256, num_classes=3, reg_class_agnostic=True),
+        mask_roi_extractor=dict(out_channels=64, roi_layer=dict(sampling_ratio=1)),
+        mask_head=dict(
+            num_convs=2,
+            in_channels=64,
+            conv_out_channels=64,
+            num_classes=3,
+            class_agnostic=True,
+            norm_cfg=norm_cfg,
+        ),
     ),
     train_cfg=dict(
-        rpn_proposal=dict(nms_pre=500, max_per_img=200), rcnn=dict(sampler=dict(num=64))
+        rpn_proposal=dict(nms_pre=500, max_per_img=200), rcnn=dict(sampler=dict(num=32))
     ),
     test_cfg=dict(rpn=dict(nms_pre=500, max_per_img=100)),
 )
@@ -35,7 +44,7 @@ optim_wrapper = dict(
 )
 
 max_epochs = 16
-train_cfg = dict(type='EpochBasedTrainLoop', max_epochs=max_epochs, val_interval=4)
+train_cfg = dict(type='EpochBasedTrainLoop', max_epochs=max_epochs, val_interval=8)
 val_cfg = dict(type='ValLoop')
 test_cfg = dict(type='TestLoop')
 param_scheduler = [

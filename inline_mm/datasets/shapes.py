@@ -37,7 +37,7 @@ PALETTE = ((96, 96, 96), (220, 60, 60), (70, 140, 240), (240, 190, 40))
 
 _MARKER = 'shapes.json'
 # Raised whenever the pixels or annotations made from the same arguments change.
-_VERSION = 2
+_VERSION = 3
 _SPLITS = ('train', 'val')
 # Vertices are integers in units of 1/16 pixel: rasterising is exact, the same on every machine.
 _SUBPIXEL = 16
@@ -77,6 +77,7 @@ def _arguments(
     scale: Sequence[float],
     clutter: Sequence[int],
     min_visible: float,
+    clutter_on_top: bool,
     class_colours: bool,
     seed: int,
 ) -> dict:
@@ -90,8 +91,9 @@ def _arguments(
     size = [_check_int('image_size', side, 16) for side in image_size]
     if not isinstance(min_visible, Real) or not 0 < min_visible <= 1:
         raise ValueError(f'min_visible must be within (0, 1], but got {min_visible!r}')
-    if not isinstance(class_colours, bool):
-        raise ValueError(f'class_colours must be True or False, but got {class_colours!r}')
+    for name, value in (('clutter_on_top', clutter_on_top), ('class_colours', class_colours)):
+        if not isinstance(value, bool):
+            raise ValueError(f'{name} must be True or False, but got {value!r}')
     scale = _check_range('scale', scale, Real, 0, 1)
     if scale[0] * min(size) < 4:
         raise ValueError(
@@ -108,6 +110,7 @@ def _arguments(
         scale=scale,
         clutter=_check_range('clutter', clutter, int, 0),
         min_visible=float(min_visible),
+        clutter_on_top=clutter_on_top,
         class_colours=class_colours,
         seed=_check_int('seed', seed, 0),
     )
@@ -189,13 +192,12 @@ def _draw(rng: np.random.Generator, args: dict) -> tuple[np.ndarray, np.ndarray,
     owner = np.full((height, width), _GROUND, np.int32)
     areas, visible, names = [], [], []
 
-    kinds = [
-        CLASSES[rng.integers(len(CLASSES))]
-        for _ in range(rng.integers(args['objects'][0], args['objects'][1] + 1))
-    ]
-    kinds += ['bar'] * int(rng.integers(args['clutter'][0], args['clutter'][1] + 1))
-    for index in rng.permutation(len(kinds)):
-        kind = kinds[index]
+    kinds = ['bar'] * int(rng.integers(args['clutter'][0], args['clutter'][1] + 1))
+    for _ in range(rng.integers(args['objects'][0], args['objects'][1] + 1)):
+        kinds.append(CLASSES[rng.integers(len(CLASSES))])
+    if args['clutter_on_top']:
+        kinds = [kinds[i] for i in rng.permutation(len(kinds))]
+    for kind in kinds:
         for _ in range(_TRIES):
             diameter = _uniform(rng, *args['scale']) * min(height, width)
             shape = _polygon(rng, kind, diameter)
@@ -328,10 +330,11 @@ def make_shapes(
     num_train: int = 256,
     num_val: int = 64,
     image_size: int | Sequence[int] = 128,
-    objects: Sequence[int] = (1, 4),
-    scale: Sequence[float] = (0.2, 0.5),
+    objects: Sequence[int] = (1, 3),
+    scale: Sequence[float] = (0.25, 0.55),
     clutter: Sequence[int] = (1, 3),
     min_visible: float = 0.6,
+    clutter_on_top: bool = False,
     class_colours: bool = True,
     seed: int = 0,
     overwrite: bool = False,
@@ -351,8 +354,10 @@ def make_shapes(
             one, it is left out.
         scale: Smallest and largest diameter of objects and clutter, as a fraction of the
             image's shorter side. At least 4 pixels.
-        clutter: Fewest and most thin bars on an image, of no class; they cover objects too.
+        clutter: Fewest and most thin bars on an image, of no class.
         min_visible: Fraction of each object's area that stays visible, in (0, 1].
+        clutter_on_top: Whether clutter lies among the objects and covers some; otherwise it lies
+            beneath them.
         class_colours: Whether an object's colour suggests its class; clutter has the same
             colours. Otherwise only its form tells, which takes longer to learn.
         seed: The same arguments give the same pixels and annotations.
@@ -369,7 +374,16 @@ def make_shapes(
     """
     root = Path(root)
     args = _arguments(
-        num_train, num_val, image_size, objects, scale, clutter, min_visible, class_colours, seed
+        num_train,
+        num_val,
+        image_size,
+        objects,
+        scale,
+        clutter,
+        min_visible,
+        clutter_on_top,
+        class_colours,
+        seed,
     )
     present = _read_marker(root)
     if present == args:
