@@ -95,27 +95,30 @@ def draw_detection(predictions: Path, root: Path, count: int) -> list[np.ndarray
     with open(predictions, 'rb') as file:
         samples = pickle.load(file)[:count]
     for sample in samples:
+        image = read_image(sample['img_path'])
         truth = coco.loadAnns(coco.getAnnIds(sample['img_id']))
         boxes = np.array([a['bbox'] for a in truth], float)
         boxes[:, 2:] += boxes[:, :2]
         found = sample['pred_instances']
+        masks = [
+            np.array([enlarge(mask) for mask in one], bool).reshape(-1, *image.shape[:2])
+            for one in (map(coco.annToMask, truth), map(rle.decode, found['masks']))
+        ]
         instances = [
             InstanceData(
                 bboxes=boxes * ZOOM,
                 labels=np.array([a['category_id'] - 1 for a in truth]),
-                masks=np.stack([enlarge(coco.annToMask(a)) for a in truth]).astype(bool),
+                masks=masks[0],
             ),
             InstanceData(
                 bboxes=found['bboxes'].numpy() * ZOOM,
                 labels=found['labels'].numpy(),
                 scores=found['scores'].numpy(),
-                masks=np.stack([enlarge(rle.decode(m)) for m in found['masks']]).astype(bool),
+                masks=masks[1],
             ),
         ]
         data_sample = DetDataSample(gt_instances=instances[0], pred_instances=instances[1])
-        visualizer.add_datasample(
-            '', read_image(sample['img_path']), data_sample, pred_score_thr=0.5
-        )
+        visualizer.add_datasample('', image, data_sample, pred_score_thr=0.5)
         pictures.append(visualizer.get_image())
     return pictures
 
@@ -136,13 +139,18 @@ def draw_segmentation(predictions: Path, root: Path, count: int) -> list[np.ndar
             PixelData(data=torch.from_numpy(enlarge(cv2.imread(str(folder / image.name), 0)) - 1))
             for folder in (root / 'data/labels/val', predictions)
         ]
-        visualizer.add_datasample(
-            '',
-            read_image(image),
-            SegDataSample(gt_sem_seg=truth, pred_sem_seg=found),
-            with_labels=False,
-        )
-        pictures.append(visualizer.get_image())
+        halves = []
+        for draw_gt in (True, False):
+            visualizer.add_datasample(
+                '',
+                read_image(image),
+                SegDataSample(gt_sem_seg=truth, pred_sem_seg=found),
+                draw_gt=draw_gt,
+                draw_pred=not draw_gt,
+                with_labels=False,
+            )
+            halves.append(visualizer.get_image())
+        pictures.append(np.concatenate(halves, 1))
     return pictures
 
 
