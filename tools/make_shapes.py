@@ -32,7 +32,7 @@ def main() -> None:
         '--scale',
         type=float,
         nargs=2,
-        default=[0.25, 0.55],
+        default=[0.3, 0.65],
         metavar=('LOW', 'HIGH'),
         help="diameter of objects, as a fraction of the image's shorter side",
     )

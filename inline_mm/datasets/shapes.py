@@ -331,7 +331,7 @@ def make_shapes(
     num_val: int = 64,
     image_size: int | Sequence[int] = 128,
     objects: Sequence[int] = (1, 3),
-    scale: Sequence[float] = (0.25, 0.55),
+    scale: Sequence[float] = (0.3, 0.65),
     clutter: Sequence[int] = (1, 3),
     min_visible: float = 0.6,
     clutter_on_top: bool = False,
