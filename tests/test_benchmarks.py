@@ -43,17 +43,9 @@ def test_attention_benchmark_measures_every_side(tmp_path):
 
 @pytest.mark.slow
 def test_scaling_benchmark_measures_what_fits_and_says_what_does_not(tmp_path):
-    args = [
-        '--backbones',
-        'inline-pvt-tiny',
-        'inline-pvt-tiny:softmax',
-        '--sizes',
-        '32',
-        '64',
-        '--rounds',
-        '1',
-    ]
-    run('benchmark_scaling.py', *args, '--device', 'cpu', '--out', tmp_path)
+    args = ['--backbones', 'inline-pvt-tiny', 'inline-pvt-tiny:softmax', '--sizes', 32, 64]
+    args += ['--rounds', 1, '--device', 'cpu', '--out', tmp_path]
+    run('benchmark_scaling.py', *args)
     results = json.loads((tmp_path / 'scaling.json').read_text())['results']
     for rows in results.values():
         assert rows['32']['seconds'] > 0 and rows['64']['macs'] > 3 * rows['32']['macs']

@@ -66,7 +66,7 @@ def interleaved_seconds(
         else:
             times[name] = []
             turns[name] = max(1, min(rounds, int(budget / max(timed(call), 1e-6))))
-    for turn in range(max(turns.values())):
+    for turn in range(max(turns.values(), default=0)):
         for name, call in calls.items():
             if turn < turns[name]:
                 on_call(name)
