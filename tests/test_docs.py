@@ -68,7 +68,8 @@ def test_commands_name_tools_and_options_there_are(code):
         if path.suffix == '.py':
             source = path.read_text() + (REPO / 'inline_mm/launch.py').read_text()
             for option in (word.partition('=')[0] for word in arguments if word[:2] == '--'):
-                assert option == '--help' or f"'{option}'" in source, command
+                names = (option, option.replace('--no-', '--'))
+                assert option == '--help' or any(f"'{n}'" in source for n in names), command
 
 
 @pytest.mark.parametrize('code', blocks('python'))
