@@ -84,9 +84,9 @@ def parse_args(argv: list[str] | None) -> tuple[argparse.ArgumentParser, argpars
     data.add_argument('--num-train', type=int, default=256)
     data.add_argument('--num-val', type=int, default=64)
     data.add_argument('--image-size', type=int, default=160)
-    for name, low_high in (('objects', (4, 10)), ('clutter', (8, 16))):
+    for name, low_high in (('objects', (3, 7)), ('clutter', (8, 16))):
         data.add_argument(f'--{name}', type=int, nargs=2, default=low_high, metavar=('LOW', 'HIGH'))
-    data.add_argument('--scale', type=float, nargs=2, default=(0.06, 0.2), metavar=('LOW', 'HIGH'))
+    data.add_argument('--scale', type=float, nargs=2, default=(0.15, 0.35), metavar=('LOW', 'HIGH'))
     args = parser.parse_args(argv)
     for name in ('iters', 'epochs', 'batch_size', 'jobs'):
         if getattr(args, name) < 1:
@@ -297,10 +297,13 @@ def main(argv: list[str] | None = None) -> None:
     root.mkdir(parents=True, exist_ok=True)
 
     data_keys = ('num_train', 'num_val', 'image_size', 'objects', 'scale', 'clutter')
-    data_args = {key: getattr(args, key) for key in data_keys}
+    # Only forms tell the classes, and they are broken up: what attention is there for.
+    data_args = dict(
+        {key: getattr(args, key) for key in data_keys}, clutter_on_top=True, class_colours=False
+    )
     # What must not change between runs that are compared.
-    keys = (*data_keys, 'iters', 'epochs', 'batch_size')
-    settings = json.loads(json.dumps({key: getattr(args, key) for key in keys}))
+    schedule = {key: getattr(args, key) for key in ('iters', 'epochs', 'batch_size')}
+    settings = json.loads(json.dumps(data_args | schedule))
     kept = root / 'settings.json'
     if kept.is_file() and json.loads(kept.read_text()) != settings:
         parser.error(
