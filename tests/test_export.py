@@ -9,15 +9,9 @@ import pytest
 import torch
 from families import FAMILIES, segmentor
 from mmengine.registry import MODELS, init_default_scope
-from mmengine.utils import digit_version
 
 import inline_mm  # noqa: F401 (registers the backbones)
-from inline_mm.export import (
-    export_onnx,
-    export_program,
-    largest_difference,
-    run_onnx,
-)
+from inline_mm.export import export_onnx, largest_difference, run_onnx
 
 needs_onnx = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ('onnx', 'onnxruntime', 'onnxscript')),
@@ -41,15 +35,6 @@ def assert_same_everywhere(model, run):
         outputs = run(image)
         outputs = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
         assert largest_difference(model, image, outputs) <= 1e-4, tuple(image.shape)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize('family', FAMILIES)
-def test_torch_export(family):
-    if digit_version(torch.__version__) < digit_version('2.9'):
-        pytest.skip('torch.export before PyTorch 2.9 fixes sizes of these graphs')
-    model = build(family)
-    assert_same_everywhere(model, export_program(model, (96, 128)).module())
 
 
 @needs_onnx

@@ -425,7 +425,6 @@ SAMPLE = [
     'mmdet::maskformer/maskformer_r50_ms-16xb1-75e_coco.py',
     'mmdet::masktrack_rcnn/masktrack-rcnn_mask-rcnn_r50_fpn_8xb1-12e_youtubevis2019.py',
     'mmdet::ms_rcnn/ms-rcnn_r50_fpn_1x_coco.py',
-    'mmdet::nas_fcos/nas-fcos_r50-caffe_fpn_nashead-gn-head_4xb4-1x_coco.py',
     'mmdet::nas_fpn/retinanet_r50_nasfpn_crop640-50e_coco.py',
     'mmdet::panoptic_fpn/panoptic-fpn_r50_fpn_1x_coco.py',
     'mmdet::point_rend/point-rend_r50-caffe_fpn_ms-1x_coco.py',
