@@ -7,6 +7,7 @@ attention.md and attention.png.
 import argparse
 import json
 from pathlib import Path
+from statistics import geometric_mean
 
 import torch
 from mmengine.utils import track_iter_progress
@@ -15,7 +16,6 @@ from torch import Tensor, nn
 from inline_mm.analysis.complexity import plain_forward
 from inline_mm.analysis.timing import (
     describe_machine,
-    geometric_mean,
     interleaved_seconds,
     saved_bytes,
 )

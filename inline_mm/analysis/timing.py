@@ -15,7 +15,6 @@ from torch import nn
 
 __all__ = [
     'describe_machine',
-    'geometric_mean',
     'interleaved_seconds',
     'peak_bytes',
     'saved_bytes',
@@ -117,11 +116,6 @@ def peak_bytes(call: Callable[[], object], device: torch.device) -> int:
     with _peak_resident() as peak:
         call()
         return peak()
-
-
-def geometric_mean(values: list[float]) -> float:
-    """The geometric mean of positive numbers."""
-    return statistics.geometric_mean(values)
 
 
 def describe_machine(device: torch.device) -> str:

@@ -1,13 +1,12 @@
 """InLine-DeiT: the plain vision transformer with InLine attention."""
 
-import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from mmengine.registry import MODELS
-from timm.layers import resample_abs_pos_embed, trunc_normal_
+from timm.layers import trunc_normal_
 from torch import Tensor, nn
 
 from ..layers import (
@@ -168,20 +167,7 @@ class InLineDeiT(InLineBackbone):
 
     def fit_parameter(self, key: str, value: Tensor) -> Tensor | None:
         """Resize a position embedding of another (square) grid."""
-        weight = self.pos_embed.weight
-        if key != 'pos_embed.weight' or value.ndim != 3 or value.shape[2] != weight.shape[2]:
-            return None
-        side = math.isqrt(value.shape[1] - 1)
-        if side * side != value.shape[1] - 1:
-            return None
-        return resample_abs_pos_embed(
-            value,
-            new_size=list(self.pos_embed.grid_size),
-            old_size=[side, side],
-            num_prefix_tokens=1,
-            interpolation=self.pos_embed.interpolation,
-            antialias=False,
-        )
+        return self.pos_embed.fit(value) if key == 'pos_embed.weight' else None
 
     def output(self, x: Tensor, hw: tuple[int, int], index: int) -> Tensor:
         """Tokens of block ``index`` as a map (B, C, H, W), without the class token."""

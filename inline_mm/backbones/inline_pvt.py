@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from mmengine.registry import MODELS
-from timm.layers import resample_abs_pos_embed
 from torch import Tensor, nn
 
 from ..layers import (
@@ -149,20 +148,9 @@ class InLinePVT(InLineBackbone):
 
     def fit_parameter(self, key: str, value: Tensor) -> Tensor | None:
         """Resize a position embedding of another (square) grid."""
-        if not key.startswith('pos_embeds.') or value.ndim != 3:
+        if not key.startswith('pos_embeds.'):
             return None
-        target = self.pos_embeds[int(key.split('.')[1])]
-        side = math.isqrt(value.shape[1])
-        if side * side != value.shape[1] or value.shape[2] != target.weight.shape[2]:
-            return None
-        return resample_abs_pos_embed(
-            value,
-            new_size=list(target.grid_size),
-            old_size=[side, side],
-            num_prefix_tokens=0,
-            interpolation=target.interpolation,
-            antialias=False,
-        )
+        return self.pos_embeds[int(key.split('.')[1])].fit(value)
 
     def forward_levels(self, x: Tensor) -> Iterator[tuple[Tensor, tuple[int, int]]]:
         # Tokens are channels-last; so is every map between stages, and nothing is transposed.

@@ -1,5 +1,7 @@
 """Learned absolute position embeddings for any map size."""
 
+import math
+
 import torch
 import torch.nn.functional as F
 from timm.layers import resample_abs_pos_embed, trunc_normal_
@@ -46,13 +48,25 @@ class PositionEmbedding(nn.Module):
             return self._interpolated(hw)
         if tuple(hw) == self.grid_size:
             return self.weight
-        return self._cache.get(self.weight, tuple(hw), lambda: self._resample(hw))
-
-    def _resample(self, hw: tuple[int, int]) -> Tensor:
-        return resample_abs_pos_embed(
+        return self._cache.get(
             self.weight,
-            new_size=list(hw),
-            old_size=list(self.grid_size),
+            tuple(hw),
+            lambda: self._resample(self.weight, self.grid_size, hw),
+        )
+
+    def fit(self, value: Tensor) -> Tensor | None:
+        """An embedding of another square grid resized to this one; None if it is not one."""
+        num_positions = max(value.shape[1] - self.num_prefix_tokens, 0) if value.ndim == 3 else 0
+        side = math.isqrt(num_positions)
+        if not side or side**2 != num_positions or value.shape[2] != self.weight.shape[2]:
+            return None
+        return self._resample(value, (side, side), self.grid_size)
+
+    def _resample(self, weight: Tensor, old: tuple[int, int], new: tuple[int, int]) -> Tensor:
+        return resample_abs_pos_embed(
+            weight,
+            new_size=list(new),
+            old_size=list(old),
             num_prefix_tokens=self.num_prefix_tokens,
             interpolation=self.interpolation,
             antialias=False,
