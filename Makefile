@@ -22,8 +22,8 @@ env:  ## set the environment up (the other targets do it themselves)
 demo: env  ## train, evaluate and draw on the built-in data set: work_dirs/demo/
 	$(PY) tools/demo.py $(ARGS)
 
-test: env  ## run the tests
-	$(PY) -m pytest $(ARGS)
+test: env  ## run the tests, as many at a time as there are cores
+	$(PY) -m pytest -n auto --maxprocesses 8 --dist worksteal $(ARGS)
 
 lint: env  ## check style
 	$(PY) -m ruff check .

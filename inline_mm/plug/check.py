@@ -276,8 +276,9 @@ def check_model(
     scope = library_of(cfg)
     model = build_model(cfg, size)
     hub = MessageHub.get_current_instance()
-    if hub.get_info('iter') is None:  # losses with a warm-up ask for it
-        hub.update_info('iter', 0)
+    for progress in ('epoch', 'iter'):  # losses that change during training ask for them
+        if hub.get_info(progress) is None:
+            hub.update_info(progress, 0)
     value, untrained, predictions = None, [], None
     with DefaultScope.overwrite_default_scope(scope):
         if loss:
