@@ -30,6 +30,7 @@ def shapes(tmp_path_factory):
         objects=(6, 9),
         clutter=(4, 8),
         clutter_on_top=True,
+        min_visible=0.6,
     )
 
 

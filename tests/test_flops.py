@@ -63,7 +63,7 @@ def run(*arguments):
 
 @pytest.mark.slow
 def test_tool_counts_detectors_and_classifiers():
-    result = run('configs/mini/mask-rcnn_inline-pvt-mini_fpn_16e_shapes.py', '--shape', '128')
+    result = run('configs/mini/mask-rcnn_inline-pvt-mini_fpn_10e_shapes.py', '--shape', '128')
     assert result.returncode == 0, result.stderr
     assert '128 x 128' in result.stdout and 'MaskRCNN' in result.stdout
     result = run('inline_pvt_tiny')

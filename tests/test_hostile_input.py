@@ -31,7 +31,7 @@ from inline_mm.datasets import make_shapes
 from inline_mm.launch import build_datasets, build_runner
 
 REPO = Path(__file__).parent.parent
-MASK_RCNN = REPO / 'configs/mini/mask-rcnn_inline-pvt-mini_fpn_16e_shapes.py'
+MASK_RCNN = REPO / 'configs/mini/mask-rcnn_inline-pvt-mini_fpn_10e_shapes.py'
 CLASSES = ('ground', 'circle', 'square', 'triangle')
 REFUSED = 'refused: to unpickle it would run code'
 

@@ -19,7 +19,7 @@ import inline_mm  # noqa: F401
 
 REPO = Path(__file__).parent.parent
 CONFIGS = dict(
-    mmdet=REPO / 'configs/mini/mask-rcnn_inline-pvt-mini_fpn_16e_shapes.py',
+    mmdet=REPO / 'configs/mini/mask-rcnn_inline-pvt-mini_fpn_10e_shapes.py',
     mmseg=REPO / 'configs/mini/fpn_inline-pvt-mini_1xb8-500_shapes.py',
 )
 

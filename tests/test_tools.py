@@ -15,7 +15,7 @@ from inline_mm.datasets import make_shapes
 from inline_mm.launch import check_datasets, load_config
 
 REPO = Path(__file__).parent.parent
-DETECTION = REPO / 'configs/mini/mask-rcnn_inline-pvt-mini_fpn_16e_shapes.py'
+DETECTION = REPO / 'configs/mini/mask-rcnn_inline-pvt-mini_fpn_10e_shapes.py'
 SEGMENTATION = REPO / 'configs/mini/fpn_inline-pvt-mini_1xb8-500_shapes.py'
 # Two iterations and a validation.
 SHORT = {

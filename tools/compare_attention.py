@@ -32,7 +32,7 @@ from inline_mm.launch import load_config
 REPO = Path(__file__).resolve().parent.parent
 CONFIGS = dict(
     segmentation='configs/mini/fpn_inline-pvt-mini_1xb8-500_shapes.py',
-    detection='configs/mini/mask-rcnn_inline-pvt-mini_fpn_16e_shapes.py',
+    detection='configs/mini/mask-rcnn_inline-pvt-mini_fpn_10e_shapes.py',
 )
 #: What every block attends by, as an entry of the backbone's ``arch['attention']``.
 VARIANTS = {
@@ -299,7 +299,10 @@ def main(argv: list[str] | None = None) -> None:
     data_keys = ('num_train', 'num_val', 'image_size', 'objects', 'scale', 'clutter')
     # Only forms tell the classes, and they are broken up: what attention is there for.
     data_args = dict(
-        {key: getattr(args, key) for key in data_keys}, clutter_on_top=True, class_colours=False
+        {key: getattr(args, key) for key in data_keys},
+        clutter_on_top=True,
+        class_colours=False,
+        min_visible=0.6,
     )
     # What must not change between runs that are compared.
     schedule = {key: getattr(args, key) for key in ('iters', 'epochs', 'batch_size')}

@@ -1,16 +1,17 @@
 """Train, test and draw a small detector and a small segmentor with InLine backbones.
 
 Everything happens by the tools one would use oneself, on the built-in data set, in a few
-minutes on two CPU cores. Run it again to go on after an interruption.
+minutes on two CPU cores, which the two tasks share. Run it again to go on after an interruption.
 """
 
 import argparse
 import json
-import pickle
+import os
 import shutil
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import cv2
@@ -20,138 +21,135 @@ from inline_mm.datasets import CLASSES, PALETTE, make_shapes
 
 REPO = Path(__file__).resolve().parent.parent
 CONFIGS = dict(
-    detection='configs/mini/mask-rcnn_inline-pvt-mini_fpn_16e_shapes.py',
+    detection='configs/mini/mask-rcnn_inline-pvt-mini_fpn_10e_shapes.py',
     segmentation='configs/mini/fpn_inline-pvt-mini_1xb8-500_shapes.py',
 )
 METRICS = dict(
     detection={'bbox_mAP': 'coco/bbox_mAP', 'segm_mAP': 'coco/segm_mAP'},
     segmentation={'mIoU': 'mIoU'},
 )
-# Pictures are drawn this many times as large as the images.
-ZOOM = 3
+# Pictures are drawn for this many images, this many times as large as they are.
+PICTURES, ZOOM = 8, 3
 
 
-def run_tool(tool: str, task: str, root: Path, *arguments: str) -> None:
-    """Run tools/train.py or tools/test.py on the demo's data set."""
-    options = [
-        f'{split}_dataloader.dataset.data_root={root / "data"}'
-        for split in ('train', 'val', 'test')
-    ]
+def run_tool(task: str, tool: str, *arguments: str | Path) -> None:
+    """Run one of the tools on half of the cores, its output marked with the task.
+
+    Raises:
+        SystemExit: If it fails.
+    """
+    threads = max((os.cpu_count() or 2) // len(CONFIGS), 1)
+    process = subprocess.Popen(
+        [sys.executable, REPO / 'tools' / tool, *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors='replace',
+        env={**os.environ, 'OMP_NUM_THREADS': str(threads)},
+    )
+    for line in process.stdout:
+        if line.strip():
+            print(f'{task:12} | {line}', end='', flush=True)
+    if process.wait():
+        raise SystemExit(f'demo: {tool} failed at {task}; its output is above')
+
+
+def data_options(task: str, root: Path) -> list[str]:
+    """The options that point a config at the demo's data set."""
+    data = root / 'data'
+    options = [f'{split}_dataloader.dataset.data_root={data}' for split in ('train', 'val', 'test')]
     if task == 'detection':
         options += [
-            f'{split}_evaluator.ann_file={root}/data/annotations/instances_val.json'
+            f'{split}_evaluator.ann_file={data}/annotations/instances_val.json'
             for split in ('val', 'test')
         ]
-    subprocess.run(
-        [
-            sys.executable,
-            REPO / 'tools' / tool,
-            REPO / CONFIGS[task],
-            *arguments,
-            '--cfg-options',
-            *options,
-        ],
-        check=True,
-    )
+    return ['--cfg-options', *options]
 
 
-def test(task: str, root: Path) -> tuple[dict[str, float], Path]:
-    """Test the trained model: its metrics between 0 and 1, the path of its predictions."""
-    folder = root / task / 'test'
-    shutil.rmtree(folder, ignore_errors=True)
-    checkpoint = (root / task / 'last_checkpoint').read_text().strip()
-    predictions = folder / ('predictions.pkl' if task == 'detection' else 'predictions')
-    run_tool(
-        'test.py', task, root, checkpoint, '--work-dir', str(folder), '--out', str(predictions)
-    )
-    (log,) = folder.glob('*/*.json')
+def train(task: str, root: Path) -> tuple[dict[str, float], float]:
+    """Train and test: the metrics between 0 and 1, and the seconds it took."""
+    start = time.time()
+    folder, config, options = root / task, REPO / CONFIGS[task], data_options(task, root)
+    run_tool(task, 'train.py', config, '--work-dir', folder, '--resume', *options)
+    shutil.rmtree(folder / 'test', ignore_errors=True)
+    run_tool(task, 'test.py', config, checkpoint(folder), '--work-dir', folder / 'test', *options)
+    (log,) = (folder / 'test').glob('*/*.json')
     logged = json.loads(log.read_text())
     percent = 100 if task == 'segmentation' else 1
-    return {
-        name: round(logged[key] / percent, 4) for name, key in METRICS[task].items()
-    }, predictions
+    metrics = {name: round(logged[key] / percent, 4) for name, key in METRICS[task].items()}
+    return metrics, time.time() - start
+
+
+def checkpoint(folder: Path) -> str:
+    return (folder / 'last_checkpoint').read_text().strip()
+
+
+def draw(task: str, root: Path) -> None:
+    """Write TASK.png: predictions, as tools/infer.py draws them, beside ground truth."""
+    folder = root / task
+    enlarged = folder / 'images'
+    shutil.rmtree(enlarged, ignore_errors=True)
+    enlarged.mkdir()
+    paths = sorted((root / 'data/images/val').iterdir())[:PICTURES]
+    for path in paths:
+        cv2.imwrite(str(enlarged / path.name), enlarge(cv2.imread(str(path)), cv2.INTER_CUBIC))
+    out = folder / 'predictions'
+    run_tool(
+        task, 'infer.py', enlarged, REPO / CONFIGS[task], checkpoint(folder),
+        '--out', out, '--score-thr', '0.5',
+    )  # fmt: skip
+    pictures = []
+    for path in paths:
+        image = cv2.imread(str(enlarged / path.name))[..., ::-1]
+        truth = (truth_of_detection if task == 'detection' else truth_of_segmentation)(
+            image, path, root / 'data'
+        )
+        found = cv2.imread(str(out / 'vis' / path.name))[..., ::-1]
+        pictures.append(np.concatenate([truth, found], 1))
+    tile(pictures, root / f'{task}.png')
 
 
 def enlarge(image: np.ndarray, interpolation: int = cv2.INTER_NEAREST) -> np.ndarray:
     return cv2.resize(image, None, fx=ZOOM, fy=ZOOM, interpolation=interpolation)
 
 
-def read_image(path: str | Path) -> np.ndarray:
-    return enlarge(cv2.imread(str(path))[..., ::-1], cv2.INTER_CUBIC)
-
-
-def draw_detection(predictions: Path, root: Path, count: int) -> list[np.ndarray]:
-    """Pictures of ground truth and prediction side by side."""
+def truth_of_detection(image: np.ndarray, path: Path, data: Path) -> np.ndarray:
+    """Boxes and masks of an image as annotated."""
     from mmdet.structures import DetDataSample
     from mmdet.visualization import DetLocalVisualizer
     from mmengine.structures import InstanceData
-    from pycocotools import mask as rle
     from pycocotools.coco import COCO
 
-    visualizer = DetLocalVisualizer(name='detection')
+    visualizer = DetLocalVisualizer(name='truth')
     visualizer.dataset_meta = dict(classes=CLASSES, palette=list(PALETTE[1:]))
-    coco = COCO(str(root / 'data/annotations/instances_val.json'))
-    pictures = []
-    with open(predictions, 'rb') as file:
-        samples = pickle.load(file)[:count]
-    for sample in samples:
-        image = read_image(sample['img_path'])
-        truth = coco.loadAnns(coco.getAnnIds(sample['img_id']))
-        boxes = np.array([a['bbox'] for a in truth], float)
-        boxes[:, 2:] += boxes[:, :2]
-        found = sample['pred_instances']
-        masks = [
-            np.array([enlarge(mask) for mask in one], bool).reshape(-1, *image.shape[:2])
-            for one in (map(coco.annToMask, truth), map(rle.decode, found['masks']))
-        ]
-        instances = [
-            InstanceData(
-                bboxes=boxes * ZOOM,
-                labels=np.array([a['category_id'] - 1 for a in truth]),
-                masks=masks[0],
-            ),
-            InstanceData(
-                bboxes=found['bboxes'].numpy() * ZOOM,
-                labels=found['labels'].numpy(),
-                scores=found['scores'].numpy(),
-                masks=masks[1],
-            ),
-        ]
-        data_sample = DetDataSample(gt_instances=instances[0], pred_instances=instances[1])
-        visualizer.add_datasample('', image, data_sample, pred_score_thr=0.5)
-        pictures.append(visualizer.get_image())
-    return pictures
+    coco = COCO(str(data / 'annotations/instances_val.json'))
+    (index,) = [i for i, entry in coco.imgs.items() if entry['file_name'] == path.name]
+    truth = coco.loadAnns(coco.getAnnIds(index))
+    boxes = np.array([a['bbox'] for a in truth], float)
+    boxes[:, 2:] += boxes[:, :2]
+    instances = InstanceData(
+        bboxes=boxes * ZOOM,
+        labels=np.array([a['category_id'] - 1 for a in truth]),
+        masks=np.array([enlarge(coco.annToMask(a)) for a in truth], bool),
+    )
+    visualizer.add_datasample('', image, DetDataSample(gt_instances=instances), draw_pred=False)
+    return visualizer.get_image()
 
 
-def draw_segmentation(predictions: Path, root: Path, count: int) -> list[np.ndarray]:
-    """Pictures of ground truth and prediction side by side."""
+def truth_of_segmentation(image: np.ndarray, path: Path, data: Path) -> np.ndarray:
+    """Label colours of an image as annotated."""
     import torch
     from mmengine.structures import PixelData
     from mmseg.structures import SegDataSample
     from mmseg.visualization import SegLocalVisualizer
 
-    visualizer = SegLocalVisualizer(name='segmentation', alpha=0.6)
+    visualizer = SegLocalVisualizer(name='truth', alpha=0.6)
     visualizer.dataset_meta = dict(classes=('ground', *CLASSES), palette=list(PALETTE))
-    pictures = []
-    for image in sorted((root / 'data/images/val').iterdir())[:count]:
-        # Both as ADE20K stores them: class + 1.
-        truth, found = [
-            PixelData(data=torch.from_numpy(enlarge(cv2.imread(str(folder / image.name), 0)) - 1))
-            for folder in (root / 'data/labels/val', predictions)
-        ]
-        halves = []
-        for draw_gt in (True, False):
-            visualizer.add_datasample(
-                '',
-                read_image(image),
-                SegDataSample(gt_sem_seg=truth, pred_sem_seg=found),
-                draw_gt=draw_gt,
-                draw_pred=not draw_gt,
-                with_labels=False,
-            )
-            halves.append(visualizer.get_image())
-        pictures.append(np.concatenate(halves, 1))
-    return pictures
+    # Stored as ADE20K does: class + 1.
+    labels = enlarge(cv2.imread(str(data / 'labels/val' / path.name), 0)) - 1
+    sample = SegDataSample(gt_sem_seg=PixelData(data=torch.from_numpy(labels)))
+    visualizer.add_datasample('', image, sample, draw_pred=False)
+    return visualizer.get_image()
 
 
 def tile(pictures: list[np.ndarray], path: Path, columns: int = 2) -> None:
@@ -163,9 +161,8 @@ def tile(pictures: list[np.ndarray], path: Path, columns: int = 2) -> None:
             header, text, (left + 6, 16), cv2.FONT_HERSHEY_SIMPLEX, 0.5, (0, 0, 0), 1, cv2.LINE_AA
         )
     stacks = [np.concatenate([header, *pictures[i::columns]]) for i in range(columns)]
-    height = min(len(stack) for stack in stacks)
-    gap = np.full((height, 8, 3), 255, np.uint8)
-    row = [part for stack in stacks for part in (gap, stack[:height])][1:]
+    gap = np.full((len(stacks[0]), 8, 3), 255, np.uint8)
+    row = [part for stack in stacks for part in (gap, stack)][1:]
     cv2.imwrite(str(path), np.concatenate(row, 1)[..., ::-1])
 
 
@@ -182,19 +179,16 @@ def main() -> None:
     results, seconds = {}, {}
     print('demo: making the data set', flush=True)
     make_shapes(root / 'data', progress=True)
-    for task in CONFIGS:
-        began = time.time()
-        print(f'demo: training, {task} ({began - start:.0f} s so far)', flush=True)
-        run_tool('train.py', task, root, '--work-dir', str(root / task), '--resume')
-        seconds[f'{task}_train'] = round(time.time() - began, 1)
-        began = time.time()
-        print(f'demo: testing, {task} ({began - start:.0f} s so far)', flush=True)
-        metrics, predictions = test(task, root)
-        results.update(metrics)
-        draw = draw_detection if task == 'detection' else draw_segmentation
-        tile(draw(predictions, root, 8), root / f'{task}.png')
-        seconds[f'{task}_test'] = round(time.time() - began, 1)
-    seconds['total'] = round(time.time() - start, 1)
+    print(f'demo: training and testing {" and ".join(CONFIGS)}', flush=True)
+    with ThreadPoolExecutor() as pool:
+        for task, future in {task: pool.submit(train, task, root) for task in CONFIGS}.items():
+            metrics, seconds[task] = future.result()
+            results.update(metrics)
+    print('demo: drawing', flush=True)
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda task: draw(task, root), CONFIGS))
+    seconds['total'] = time.time() - start
+    seconds = {name: round(value, 1) for name, value in seconds.items()}
     (root / 'results.json').write_text(json.dumps(dict(**results, seconds=seconds), indent=2))
     print(
         f'demo: {results}, {seconds["total"]} s\n'

@@ -1,6 +1,7 @@
 """Make the built-in data set of coloured shapes."""
 
 import argparse
+import inspect
 
 from inline_mm.datasets import is_complete, make_shapes
 
@@ -10,13 +11,12 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     parser.add_argument('root', nargs='?', default='data/shapes', help='folder of the data set')
-    parser.add_argument('--num-train', type=int, default=256, help='training images')
-    parser.add_argument('--num-val', type=int, default=64, help='validation images')
+    parser.add_argument('--num-train', type=int, help='training images')
+    parser.add_argument('--num-val', type=int, help='validation images')
     parser.add_argument(
         '--image-size',
         type=int,
         nargs='+',
-        default=[128],
         metavar='PIXELS',
         help='side, or height and width',
     )
@@ -24,7 +24,6 @@ def main() -> None:
         '--objects',
         type=int,
         nargs=2,
-        default=[1, 3],
         metavar=('LOW', 'HIGH'),
         help='objects on an image',
     )
@@ -32,7 +31,6 @@ def main() -> None:
         '--scale',
         type=float,
         nargs=2,
-        default=[0.3, 0.65],
         metavar=('LOW', 'HIGH'),
         help="diameter of objects, as a fraction of the image's shorter side",
     )
@@ -40,39 +38,37 @@ def main() -> None:
         '--clutter',
         type=int,
         nargs=2,
-        default=[1, 3],
         metavar=('LOW', 'HIGH'),
         help='bars of no class on an image',
     )
     parser.add_argument(
         '--min-visible',
         type=float,
-        default=0.6,
         help="fraction of each object's area that stays visible",
     )
     parser.add_argument(
         '--clutter-on-top',
         action=argparse.BooleanOptionalAction,
-        default=False,
         help='let clutter cover objects',
     )
     parser.add_argument(
         '--class-colours',
         action=argparse.BooleanOptionalAction,
-        default=True,
         help="let an object's colour suggest its class",
     )
-    parser.add_argument('--seed', type=int, default=0, help='same arguments, same data set')
+    parser.add_argument('--seed', type=int, help='same arguments, same data set')
     parser.add_argument(
         '--overwrite', action='store_true', help='replace a data set made with other arguments'
     )
+    parameters = inspect.signature(make_shapes).parameters.values()
+    parser.set_defaults(**{p.name: p.default for p in parameters if p.default is not p.empty})
     args = parser.parse_args()
-    options = vars(args)
-    if len(args.image_size) == 1:
+    options = {**vars(args), 'progress': True}
+    if isinstance(args.image_size, list) and len(args.image_size) == 1:
         options['image_size'] = args.image_size[0]
     present = is_complete(args.root)
     try:
-        root = make_shapes(**options, progress=True)
+        root = make_shapes(**options)
     except (ValueError, FileExistsError) as error:
         parser.error(str(error))
     verb = 'replaced' if args.overwrite and present else 'is there already' if present else 'made'

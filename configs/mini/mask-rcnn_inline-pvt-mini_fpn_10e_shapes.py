@@ -25,26 +25,29 @@ model = dict(
         mask_head=dict(
             num_convs=2,
             in_channels=64,
-            conv_out_channels=64,
+            conv_out_channels=32,
             num_classes=3,
             class_agnostic=True,
             norm_cfg=norm_cfg,
         ),
     ),
     train_cfg=dict(
-        rpn_proposal=dict(nms_pre=500, max_per_img=200), rcnn=dict(sampler=dict(num=64))
+        rpn_proposal=dict(nms_pre=300, max_per_img=200),
+        rcnn=dict(sampler=dict(num=64, pos_fraction=0.5)),
     ),
-    test_cfg=dict(rpn=dict(nms_pre=500, max_per_img=100)),
+    test_cfg=dict(rpn=dict(nms_pre=300, max_per_img=100)),
 )
 
 optim_wrapper = dict(
     clip_grad=dict(max_norm=1.0),
-    optimizer=dict(type='AdamW', lr=1e-3, weight_decay=0.05),
+    optimizer=dict(type='AdamW', lr=1e-3, weight_decay=0.05, fused=True),
     paramwise_cfg=dict(norm_decay_mult=0.0, custom_keys=dict(pos_embed=dict(decay_mult=0.0))),
 )
 
-max_epochs = 16
-train_cfg = dict(type='EpochBasedTrainLoop', max_epochs=max_epochs, val_interval=8)
+# Many small steps: a box is learned by their number.
+train_dataloader = dict(batch_size=2, num_workers=1)
+max_epochs = 10
+train_cfg = dict(type='EpochBasedTrainLoop', max_epochs=max_epochs, val_interval=max_epochs)
 val_cfg = dict(type='ValLoop')
 test_cfg = dict(type='TestLoop')
 param_scheduler = [
@@ -60,5 +63,5 @@ param_scheduler = [
     ),
 ]
 
-default_hooks = dict(logger=dict(interval=16), checkpoint=dict(max_keep_ckpts=1))
+default_hooks = dict(logger=dict(interval=32), checkpoint=dict(max_keep_ckpts=1))
 randomness = dict(seed=0)
