@@ -3,6 +3,7 @@
 import ctypes
 import gc
 import platform
+import random
 import re
 import statistics
 import time
@@ -65,11 +66,14 @@ def interleaved_seconds(
         else:
             times[name] = []
             turns[name] = max(1, min(rounds, int(budget / max(timed(call), 1e-6))))
+    order = list(calls)
+    shuffle = random.Random(0).shuffle
     for turn in range(max(turns.values(), default=0)):
-        for name, call in calls.items():
+        shuffle(order)  # What runs after a side that filled the memory pays for it.
+        for name in order:
             if turn < turns[name]:
                 on_call(name)
-                times[name].append(timed(call))
+                times[name].append(timed(calls[name]))
     return {name: statistics.median(values) for name, values in times.items()}
 
 

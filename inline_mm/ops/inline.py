@@ -22,7 +22,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .attention import inline_attention
 from .dynamic_conv import conv_forward, conv_kernel_grad, dynamic_depthwise_conv, shifted_products
 from .mode import has_autocast, is_graph_mode, is_less, without_autocast
 from .tiles import apply_in_tiles, backward_in_tiles
@@ -39,8 +38,8 @@ __all__ = [
 #: Numbers in one chunk of tokens on a CPU: its centred fp32 copy stays in the cache.
 CHUNK_NUMEL = 2**19
 
-#: With fewer tokens than this times the channels, the plain form has fewer operations.
-SMALL = 2
+#: With fewer tokens than this times the channels, a C x C x C product is worth sparing.
+SMALL = 4
 
 
 class TokenStatistics(NamedTuple):
@@ -79,7 +78,7 @@ def token_mean(x: Tensor) -> Tensor:
     wide = wide_dtype(x.dtype)
     if is_graph_mode() or x.device.type != 'cpu' or x.dtype != wide:
         return x.mean(dim=1, dtype=wide)
-    return _TokenMean.apply(x)
+    return _TokenMean.apply(x) if torch.is_grad_enabled() else _mean(x)
 
 
 class _TokenMean(torch.autograd.Function):
@@ -164,21 +163,27 @@ def fold(
         statistics.
     """
     count, mean, scatter = statistics
-    batch, channels = mean.shape
+    w_v = qkv_weight[2 * mean.shape[1] :].to(scatter.dtype)
+    # One product for both: small ones take longer to start than to run.
+    cov, v_mean = (torch.cat([scatter, mean.unsqueeze(1)], 1) @ w_v.t()).tensor_split((-1,), 1)
+    return _fold_covariance(count, cov, v_mean.squeeze(1), qkv_weight, qkv_bias, num_heads)
+
+
+def _fold_covariance(count, cov, v_mean, qkv_weight, qkv_bias, num_heads):
+    """:func:`fold` from ``count * Cov(x, v)`` (B, C, C) and ``mean(v)`` (B, C) without its bias."""
+    batch, channels = v_mean.shape
     head_dim = channels // num_heads
-    wide = scatter.dtype
-    w_q, w_k, w_v = qkv_weight.to(wide).view(3, num_heads, head_dim, channels).unbind(0)
-    w_v = w_v.reshape(channels, channels)
-    # Cov(x, v), its columns split in heads.
-    cov = (scatter @ w_v.t()).view(batch, channels, num_heads, head_dim).transpose(1, 2)
+    wide = cov.dtype
+    w_q, w_k, _ = qkv_weight.to(wide).view(3, num_heads, head_dim, channels).unbind(0)
+    cov = cov.unflatten(2, (num_heads, head_dim)).transpose(1, 2)
     a = (w_k * (head_dim**-0.5 / count)) @ cov
-    m = (w_q.transpose(1, 2) @ a).transpose(1, 2).reshape(batch, channels, channels)
-    bias = mean @ w_v.t()
-    if qkv_bias is not None:
-        b_q, _, b_v = qkv_bias.to(wide).view(3, channels).unbind(0)
-        b_q = b_q.view(num_heads, 1, head_dim)
-        bias = bias + b_v + (b_q @ a).reshape(batch, channels)
-    return m, bias
+    w_q = w_q.transpose(1, 2)
+    if qkv_bias is None:
+        return (w_q @ a).transpose(1, 2).reshape(batch, channels, channels), v_mean
+    b_q, _, b_v = qkv_bias.to(wide).view(3, channels).unbind(0)
+    rows = torch.cat([w_q, b_q.view(num_heads, 1, head_dim)], 1) @ a
+    m, bias = rows.transpose(1, 2).flatten(2).tensor_split((-1,), 1)
+    return m, bias.squeeze(1) + v_mean + b_v
 
 
 def apply_folded(
@@ -219,9 +224,11 @@ def apply_folded(
             return out + local
         head = out[:, :prefix] + bias.unsqueeze(1)
         return torch.cat([head, out[:, prefix:] + local], dim=1)
-    local = conv_forward(v, kernel, hw, local_bias)
+    local = dynamic_depthwise_conv(v, kernel, hw, local_bias)
     if prefix:
         local = torch.cat([bias.unsqueeze(1).expand(-1, prefix, -1), local], dim=1)
+    if torch.is_grad_enabled():
+        return torch.baddbmm(local, x, m)
     # The convolution's result is ours alone: accumulate into it, one pass less.
     return local.baddbmm_(x, m)
 
@@ -265,7 +272,7 @@ def inline_attention_tokens(
     args = (x, qkv_weight, qkv_bias, num_heads, kernel, kernel_bias, hw)
     with without_autocast(device):
         if is_less(x.shape[1], SMALL * x.shape[2]):
-            out = _plain(*args)
+            out = _crossed(*args, None if mean is None else mean.to(wide_dtype(x.dtype)))
         elif is_graph_mode():
             out = _folded(*args)[0]
         else:
@@ -279,19 +286,31 @@ def inline_attention_tokens(
     return out if proj_weight is None else F.linear(out, proj_weight, proj_bias)
 
 
-def _plain(x, qkv_weight, qkv_bias, num_heads, kernel, kernel_bias, hw):
-    """With q, k and v: fewer operations where the tokens are few for their channels."""
-    dtype = x.dtype
-    qkv = F.linear(x, qkv_weight.to(dtype), None if qkv_bias is None else qkv_bias.to(dtype))
-    q, k, v = qkv.unflatten(-1, (3, num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
-    out = inline_attention(q, k, v, q.shape[-1] ** -0.5).transpose(1, 2).flatten(2)
-    if kernel is None:
-        return out
-    bias = None if kernel_bias is None else kernel_bias.to(dtype)
-    prefix = x.shape[1] - hw[0] * hw[1]
-    v = qkv[:, prefix:, 2 * x.shape[2] :]
-    local = dynamic_depthwise_conv(v, kernel.to(dtype), hw, bias)
-    return out + (F.pad(local, (0, 0, prefix, 0)) if prefix else local)
+def _crossed(
+    x,
+    qkv_weight,
+    qkv_bias,
+    num_heads,
+    kernel,
+    kernel_bias,
+    hw,
+    mean=None,
+):
+    """From ``Cov(x, v)`` with v in full: fewer operations where tokens are few for their channels.
+
+    Differentiable, and holds in graphs.
+    """
+    wide = wide_dtype(x.dtype)
+    num_tokens = x.shape[1]
+    mean = token_mean(x) if mean is None else mean
+    weight, bias = _value_projection(qkv_weight, qkv_bias)
+    v = F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+    cov = (x.to(wide) - mean.unsqueeze(1)).transpose(1, 2) @ v.to(wide)
+    v_mean = mean @ weight.to(wide).t()
+    m, bias = _fold_covariance(num_tokens, cov, v_mean, qkv_weight, qkv_bias, num_heads)
+    if kernel is not None:
+        v = v[:, num_tokens - hw[0] * hw[1] :]
+    return apply_folded(x, mean, m, bias, v, kernel, kernel_bias, hw)
 
 
 def _folded(
