@@ -139,7 +139,8 @@ def measure(model: nn.Module, size: tuple[int, int]) -> Complexity:
         model: See :func:`dense_forward`.
         size: ``(H, W)`` of the image.
     """
-    model = copy.deepcopy(model).to('meta').eval()
+    model = copy.deepcopy(model).to('meta')
+    model.eval()  # mmdet's Swin returns None from it.
     macs, activations = _counted(model, size)
     with plain_inline(model):
         plain_macs, _ = _counted(model, size)
@@ -161,6 +162,7 @@ def count_macs(model: nn.Module, size: tuple[int, int]) -> int:
     Returns:
         int: Multiply-accumulates.
     """
-    model = copy.deepcopy(model).to('meta').eval()
+    model = copy.deepcopy(model).to('meta')
+    model.eval()  # mmdet's Swin returns None from it.
     with plain_inline(model):
         return _counted(model, size)[0]

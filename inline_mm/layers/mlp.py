@@ -1,4 +1,4 @@
-"""The MLP of a block, in chunks where its hidden layer would set the peak memory."""
+"""The MLP of a block, in chunks of tokens at inference."""
 
 import torch
 from timm.layers import Mlp
@@ -10,18 +10,22 @@ __all__ = ['ChunkedMlp']
 
 
 class ChunkedMlp(Mlp):
-    """timm's Mlp that never holds more than ``chunk_numel`` hidden numbers at inference.
+    """timm's Mlp that never holds more than some number of hidden numbers at inference.
 
     An MLP works token by token, so chunks of tokens give the same result. With gradients, or in
     a recorded graph, all tokens go through at once.
     """
 
-    #: Hidden numbers held at once; large enough to keep the matrix products efficient.
-    chunk_numel = 2**23
+    #: Hidden numbers held at once on a CPU: they stay in the cache. A PVT-S at 1024 x 1024 takes
+    #: two thirds of the time it takes with ``2**23``.
+    chunk_numel = 2**20
+    #: On other devices, where they would set the peak memory.
+    device_chunk_numel = 2**25
 
     def forward(self, x: Tensor) -> Tensor:
         """Tokens (B, N, C) to tokens (B, N, C)."""
-        tokens_per_chunk = max(self.chunk_numel // self.fc1.out_features, 1)
+        numel = self.chunk_numel if x.device.type == 'cpu' else self.device_chunk_numel
+        tokens_per_chunk = max(numel // self.fc1.out_features, 1)
         if is_graph_mode() or torch.is_grad_enabled() or x[..., 0].numel() <= tokens_per_chunk:
             return super().forward(x)
         flat = x.reshape(-1, x.shape[-1])
