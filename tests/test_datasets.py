@@ -16,7 +16,7 @@ from pycocotools.coco import COCO
 
 from inline_mm.datasets import CLASSES, is_complete, make_shapes
 
-SMALL = dict(num_train=4, num_val=2, image_size=64)
+SMALL = dict(num_train=4, num_val=2, image_size=64, clutter=(1, 3), min_visible=0.6)
 
 
 @pytest.fixture(scope='module')
