@@ -188,6 +188,25 @@ def test_exported_model_gives_the_same_features(family):
         assert_all_near(program.module()(x + 1), model(x + 1))
 
 
+@pytest.mark.slow
+@every_family
+def test_compiles_to_one_graph_without_breaks(family):
+    model = build(family).eval()
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph
+
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, dynamic=False, backend=backend)
+    x = images(2, 3, 40, 40)
+    with torch.no_grad():
+        for image in (x, x + 1):
+            assert_all_near(compiled(image), model(image))
+    assert len(graphs) == 1
+
+
 @torch.no_grad()
 def test_deits_final_norm_is_the_last_outputs_only():
     plain, normed = (build('deit', final_norm=norm).eval() for norm in (False, True))
