@@ -46,6 +46,7 @@ def draw_predictions(cfg: Config, args: argparse.Namespace) -> None:
         raise ValueError('--show and --show-dir need default_hooks.visualization in the config')
     hook = cfg.default_hooks.visualization
     hook.draw = True
+    hook.interval = 1  # mmseg's default leaves most images out.
     if args.show:
         hook.show = True
         hook.wait_time = args.wait_time

@@ -4,6 +4,7 @@ import torch
 from timm.layers import DropPath
 from torch import Tensor, nn
 
+from ..ops.mode import is_graph_mode
 from .mlp import ChunkedMlp
 
 __all__ = ['Block']
@@ -48,7 +49,7 @@ class Block(nn.Module):
 
 
 def add_branch(x: Tensor, branch: Tensor) -> Tensor:
-    """``x + branch``, into the branch's own memory where no gradient needs it."""
-    if torch.is_grad_enabled() or branch.dtype != x.dtype:
+    """``x + branch``, into the branch's own memory where neither gradient nor graph needs it."""
+    if torch.is_grad_enabled() or branch.dtype != x.dtype or is_graph_mode():
         return x + branch
     return branch.add_(x)
