@@ -38,6 +38,6 @@ def has_autocast(device_type: str) -> bool:
 
 def without_autocast(device_type: str) -> AbstractContextManager:
     """A context in which autocast is off."""
-    if has_autocast(device_type) and (is_graph_mode() or torch.is_autocast_enabled(device_type)):
+    if has_autocast(device_type) and torch.is_autocast_enabled(device_type):
         return torch.autocast(device_type, enabled=False)
     return nullcontext()
