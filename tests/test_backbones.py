@@ -181,6 +181,8 @@ def test_traced_model_gives_the_same_features(family):
 @pytest.mark.slow
 @every_family
 def test_exported_model_gives_the_same_features(family):
+    if family == 'swin' and torch.__version__ < (2, 6):
+        pytest.skip('PyTorch 2.5 records attention with another memory layout than it runs with')
     model = build(family).eval()
     x = images(2, 3, 40, 40)
     with torch.no_grad():
