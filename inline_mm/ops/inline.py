@@ -249,7 +249,7 @@ def inline_attention_tokens(
 
     Linear in N in time and memory. Tokens may be fp64, fp32, bf16 or fp16; statistics and the
     folding run in fp32 (fp64 for fp64). Autocast applies as it does to a linear layer. In eager
-    mode only ``x`` is saved for the backward pass.
+    mode only ``x`` is saved for the backward pass, but where tokens are few for their channels.
 
     Args:
         x: Tokens, (B, N, C).
