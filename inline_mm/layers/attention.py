@@ -274,7 +274,8 @@ def add_local(
 
 def gelu(x: Tensor) -> Tensor:
     """GELU by its formula: for a few numbers PyTorch's takes longer to set up than to run."""
-    return 0.5 * x * (1 + torch.erf(x * 0.5**0.5))
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))  # As PyTorch's does inside.
+    return (0.5 * wide * (1 + torch.erf(wide * 0.5**0.5))).to(x.dtype)
 
 
 def at_one_position(conv: nn.Conv1d, x: Tensor) -> Tensor:
